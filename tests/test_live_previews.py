@@ -8,10 +8,13 @@ import pytest
 from PIL import Image
 
 from lora_fp8 import train
-from lora_fp8.errors import Stopped, UserError
+from lora_fp8.config import apply_preview_changes
+from lora_fp8.errors import Stopped, UserError, UserErrors
 from lora_fp8.run import Run, preview_requests
 from lora_fp8.stages import live_previews
 from lora_fp8.tools import kit
+from webui import setting_values
+from webui.context import Place, Ui
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", "train.steps=6")
 DRAWING = ("preview.prompts=['a cat', 'a dog']", "preview.every=3", "preview.at_start=false")
@@ -186,3 +189,12 @@ def test_a_kit_says_with_what_its_samples_were_drawn(job):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (picture,) = kit.collect_from_run(folder_of(mine))[2]
     assert (picture.negative, picture.seed, picture.steps, picture.guidance) == ("text", 42, 2, None)
+
+
+def test_on_the_page_what_is_wrong_with_prompts_bears_the_settings_name(job, tmp_path):
+    """The keys of a config's lines, such as preview.prompts.0, mean nothing to who types into a field."""
+    with pytest.raises(UserErrors) as raised:
+        apply_preview_changes(job(), {"prompts": ["a cat --s many", "a dog --x 3"], "seed": -1})
+    lines = [setting_values.describe_problem(Ui("zh-CN", Place(tmp_path, [])), line) for line in raised.value.problems]
+    assert len(lines) == 3 and [line.partition("：")[0] for line in lines] == ["预览种子", "预览提示词", "预览提示词"]
+    assert "many" in lines[1] and "--x" in lines[2] and not any("preview." in line for line in lines)

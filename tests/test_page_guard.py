@@ -23,7 +23,7 @@ from PIL import Image
 from waiting import LONG_SECONDS
 
 from lora_fp8.errors import UserError
-from webui import app, decoder
+from webui import app, decoder, translations
 from webui.context import Place
 from webui.guard import CLOSED, Guard
 from webui.login import COOKIE, Login, parse_basic_auth
@@ -306,6 +306,21 @@ def test_what_the_page_itself_sends_is_answered(site: Served) -> None:
         "/zh-cn/new?page=//evil.example&language=x": "/zh-CN/new?page=//evil.example&language=x",
     }.items():
         assert site.ask("GET", asked).one("location") == answered
+
+
+@pytest.mark.parametrize(
+    ("path", "language"), [("/zh-CN/xyz", "zh-CN"), ("/en/run/12", "en"), ("/xyz", "zh-CN"), ("/zh/xyz", "zh-CN")]
+)
+def test_an_address_without_a_page_is_told_to_people(site: Served, path: str, language: str) -> None:
+    person = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8", "accept_language": "zh-CN,zh;q=0.9"}
+    answer = site.ask("GET", path, **person)
+    assert answer.status == 404 and answer.one("content-type").startswith("text/html")
+    assert translations.say(language, "site.unknown") in answer.body.decode() and b"<script" not in answer.body
+    links = re.findall(r'href="(/[^"]+)"', answer.body.decode())
+    assert links == [f"/{language}/", f"/{language}/new"]
+    assert all(site.ask("GET", link).status == 200 for link in links)
+    for_programs = site.ask("GET", path)
+    assert for_programs.status == 404 and "detail" in json.loads(for_programs.body)
 
 
 def test_a_name_that_was_allowed_is_answered() -> None:

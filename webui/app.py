@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import api, file_routes, gradio_sessions, notifications, report_route, startup, tour, translations
+from . import api, file_routes, gradio_sessions, notifications, plain_page, report_route, startup, tour, translations
 from .context import Place, Ui
 from .error_boundary import Boundary, Pages
 from .guard import Guard
@@ -108,6 +108,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
     app.add_middleware(Boundary)  # inside the guard
     app.add_middleware(Guard, names=names, addresses=addresses, login=login)
 
+    plain_page.answer_unknown_addresses(app, PAGES[0])
     _add_redirects(app)
 
     icon = (STATIC / "icon.svg").read_bytes()
@@ -138,6 +139,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             i18n=gr.I18n(**{language: {"common.complete": translations.say(language, "site.complete")}}),
         )
         mounted = _find_mounted(app)
+        plain_page.answer_unknown_addresses(mounted, PAGES[0])
         gradio_sessions.limit_sessions(mounted, pages)
         gradio_sessions.poll_less(pages)
         mounted.user_middleware.append(

@@ -477,12 +477,12 @@ def find_problems(text: str, folder: Path = Path()) -> list[Problem]:
         config.loads(text, folder=folder)
     except UserError as error:
         lines = error.problems
-        return [Problem(_find_key(line), line) for line in lines]
+        return [Problem(find_key(line), line) for line in lines]
     return []
 
 
-def _find_key(line: str) -> str:
-    """Return the setting of a message of the check: "dataset.folders.0.path: is empty" -> "dataset.folders"."""
+def find_key(line: str) -> str:
+    """Return the setting that a message is about: "dataset.folders.0.path: is empty" -> "dataset.folders"; or ""."""
     parts = line.partition(":")[0].split(".")
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end])

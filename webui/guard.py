@@ -7,7 +7,6 @@ beginning. The path is the server's own (`scope["path"]`), never what the Host h
 """
 
 import asyncio
-import base64
 import html
 import ipaddress
 import json
@@ -15,13 +14,12 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
 
 from lora_fp8.errors import Message
 
-from . import translations
+from . import plain_page, translations
 from .login import COOKIE, SESSION_SECONDS, Login, parse_basic_auth
 
 Scope = MutableMapping[str, Any]
@@ -64,7 +62,6 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
 }
-ICON = base64.b64encode((Path(__file__).parent / "static" / "icon.svg").read_bytes()).decode()
 """Embedded in the login page, because /favicon.ico is refused without a login."""
 log = logging.getLogger("lora_fp8.page")
 
@@ -229,11 +226,7 @@ def _parse_login_language(path: str) -> str:
 
 
 def _choose_language(path: str, headers: dict[str, str]) -> str:
-    first = path.split("/")[1] if "/" in path else ""
-    first = translations.SHORT.get(first, first)
-    return (
-        first if first in translations.LANGUAGES else translations.choose_language(headers.get("accept-language", ""))
-    )
+    return plain_page.choose_language(path, headers.get("accept-language", ""))
 
 
 def _get_requested_url(scope: Scope) -> str:
@@ -330,18 +323,10 @@ def _render_login_form(language: str, after: str, wrong: str) -> str:
         if other != language
     )
     message = f'<p class="wrong" role="alert">{html.escape(wrong)}</p>' if wrong else ""
-    return f"""<!doctype html><html lang="{language}"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{say("login.title")}</title>
-<link rel="icon" href="data:image/svg+xml;base64,{ICON}"><style>
-:root{{color-scheme:light dark;background:Canvas;color:CanvasText}}
-body{{font:16px/1.5 system-ui,sans-serif;max-width:22rem;margin:12vh auto;padding:0 1rem}}
-label{{display:block;margin:.8rem 0 .2rem}} button{{margin-top:1.2rem;cursor:pointer}} .wrong{{color:#c33}}
-input,button{{font:inherit;width:100%;box-sizing:border-box;padding:.5rem .6rem}}
-input,button{{border:1px solid #8888;border-radius:.4rem}}
-@media(prefers-color-scheme:dark){{.wrong{{color:#f87171}}}}
-</style></head><body><main><h1>{say("site.title")}</h1>{message}
+    form = f"""{message}
 <form method="post" action="/{language}/login?next={quote(after, safe="")}">
 <label for="u">{say("login.user")}</label><input id="u" name="username" autocomplete="username" autofocus required>
 <label for="p">{say("login.password")}</label>
 <input id="p" name="password" type="password" autocomplete="current-password" required>
-<button>{say("login.go")}</button></form><p>{others}</p></main></body></html>"""
+<button>{say("login.go")}</button></form><p>{others}</p>"""
+    return plain_page.render_page(language, translations.say(language, "login.title"), form)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lora_fp8 import families
+from lora_fp8.errors import Message
 
 from . import form, sanitize, translations
 from .context import Ui
@@ -54,3 +55,39 @@ def format_value(ui: Ui, key: str, value: Any) -> str:
     if setting is not None and setting.kind in ("number", "mixed"):
         return str(form.to_component(setting, value))
     return str(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with a value
+
+
+def translate_problem(ui: Ui, key: str, line: str) -> str:
+    """Translate a problem without its setting's key, since it is shown at that setting."""
+    return ui.translate(remove_key(line)).removeprefix(f"{key}: ").removeprefix(f"{key}：")
+
+
+def label_problem(ui: Ui, key: str, line: str) -> str:
+    """Put the setting's name before a translated problem, for a list of several."""
+    return f"{get_title(ui, key)}{': ' if ui.language == 'en' else '：'}{line}"
+
+
+def describe_problem(ui: Ui, line: str) -> str:
+    """Translate a problem, with the name of its setting in place of the key."""
+    key = form.find_key(line)
+    return label_problem(ui, key, translate_problem(ui, key, line)) if key else ui.translate(line)
+
+
+def get_title(ui: Ui, key: str) -> str:
+    """Return a setting's name in the page's language."""
+    section = "section." if form.collect_settings()[key].kind == "table" else ""
+    return translations.get_label(ui.language, f"{section}{key}")
+
+
+def remove_key(line: str) -> str:
+    """Return a message of the check without the setting that it begins with, which may stand in a message around it."""
+    if not isinstance(line, Message):
+        return line
+    inner = line.values.get("line")
+    if line.template == "{key}: {line}":
+        return str(inner)
+    return line.with_values(line=remove_key(inner)) if isinstance(inner, Message) else line

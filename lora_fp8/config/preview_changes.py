@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import settings
-from ..errors import Joined, Message, UserError, UserErrors
+from ..errors import Message, UserError
 from ..run.preview_requests import KEYS
 from .loading import Override, dumps, loads
 
@@ -17,7 +17,8 @@ def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> sett
         changes: new values by the names of settings, of KEYS.
 
     Raises:
-        UserError: values are not accepted, all of them in one line, or a setting cannot be changed while a run trains.
+        UserErrors: the values that are not accepted, one line each.
+        UserError: a setting cannot be changed while a run trains.
     """
     for name, value in changes.items():
         if name not in KEYS:
@@ -33,10 +34,7 @@ def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> sett
     if not changes:
         return job.preview
     overrides = tuple(Override(f"preview.{name}", value) for name, value in changes.items())
-    try:
-        return loads(dumps(job), overrides, where="preview").preview
-    except UserErrors as error:
-        raise UserError(Joined("; ", error.problems)) from None
+    return loads(dumps(job), overrides, where="preview").preview
 
 
 def _is_text_list(value: Any) -> bool:

@@ -22,7 +22,7 @@ from ..data.examples import Example
 from ..data.image_variants import disable_image_variants
 from ..data.loader import Loader
 from ..data.prompts import Prompt, get_text
-from ..errors import Message, Stopped, UserError
+from ..errors import Joined, Message, Stopped, UserError
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels, estimate_cache
 from ..plan.placement import make_preview_prompts
@@ -197,7 +197,7 @@ def read_preview_section(
         try:
             preview = apply_preview_changes(session.job, preview_requests.read_changes(session.run))
         except UserError as error:
-            session.warn(Message("the previews are unchanged: {line}", line=error))
+            session.warn(Message("the previews are unchanged: {line}", line=Joined("; ", error.problems)))
     return session.processes.gather((preview, version))[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from .. import precision, settings
 from ..config import apply_preview_changes
 from ..data.cache import Cache
-from ..errors import Message, RunFailure, UserError
+from ..errors import Joined, Message, RunFailure, UserError
 from ..families.base import ModelFamily
 from ..plan.resolve import make_family
 from ..run import preview_requests
@@ -79,7 +79,8 @@ class LivePreviews:
                 job = session.job.model_copy(update={"preview": preview})
                 tables += settings.split_preview(apply_preview_changes(job, changes))
             except UserError as error:
-                session.warn(Message("a request for an image was ignored: {line}", line=error))
+                what = Joined("; ", error.problems)
+                session.warn(Message("a request for an image was ignored: {line}", line=what))
         return tables
 
     def _encode(self, preview: settings.Preview) -> PreviewPrompts | None:

@@ -11,7 +11,7 @@ from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
 
-from ... import base_models, dataset_folder, form, image_folders, run_monitor, sanitize, submission, translations
+from ... import base_models, dataset_folder, form, image_folders, run_monitor, sanitize, setting_values, submission
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -40,7 +40,7 @@ class Problems:
         try:
             submission.check_presets(self.ui.place, text)
         except UserErrors as error:
-            return [("preset", self.ui.translate(_without_key(line))) for line in error.problems]
+            return [("preset", self.ui.translate(setting_values.remove_key(line))) for line in error.problems]
         problems = [(problem.key, self._translate_problem(problem)) for problem in form.find_problems(text, home)]
         try:
             values = form.read_values(text, home)
@@ -162,20 +162,10 @@ class Problems:
         return (", " if self.ui.language == "en" else "、").join(names)
 
     def _translate_problem(self, problem: form.Problem) -> str:
-        """Translate a problem without its setting's key, since it is shown at that setting."""
-        line = _without_key(problem.line)
-        if step := NEXT_STEPS.get(line.removeprefix(f"{problem.key}: ")):
+        """Translate a problem for its setting; an untouched form is told what to do here, and not what to write."""
+        if step := NEXT_STEPS.get(setting_values.remove_key(problem.line).removeprefix(f"{problem.key}: ")):
             return self.ui.say(step)
-        return self.ui.translate(line).removeprefix(f"{problem.key}: ").removeprefix(f"{problem.key}：")
-
-    def label(self, key: str, line: str) -> str:
-        """Put the setting's name before a problem, for a list of several."""
-        return f"{self.get_title(key)}{': ' if self.ui.language == 'en' else '：'}{line}"
-
-    def get_title(self, key: str) -> str:
-        """Return a setting's name in the page's language."""
-        section = "section." if form.collect_settings()[key].kind == "table" else ""
-        return translations.get_label(self.ui.language, f"{section}{key}")
+        return setting_values.translate_problem(self.ui, problem.key, problem.line)
 
     def _check_path(self, key: str, path: str) -> None:
         """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
@@ -199,13 +189,3 @@ class Problems:
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
         if kind == "file" and not full.is_file():
             raise UserError(Message("{text}: this is a folder; give a file", text=sanitize.shorten(path)))
-
-
-def _without_key(line: str) -> str:
-    """Return a message of the check without the setting that it begins with, which may stand in a message around it."""
-    if not isinstance(line, Message):
-        return line
-    inner = line.values.get("line")
-    if line.template == "{key}: {line}":
-        return str(inner)
-    return line.with_values(line=_without_key(inner)) if isinstance(inner, Message) else line

@@ -6,7 +6,7 @@ from typing import Any
 from lora_fp8.common.numbers import format_bytes, format_digits
 from lora_fp8.errors import UserError
 
-from ... import dataset_folder, estimate_panel, form, image_folders, run_cards, sanitize
+from ... import dataset_folder, estimate_panel, form, image_folders, run_cards, sanitize, setting_values
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -29,7 +29,7 @@ class Summary:
         if not findings:
             return f"<p class='state ready'>{sanitize.escape(self.ui.say('new.summary.ready'))}</p>"
         key, line = findings[0]
-        first = f"{self.problems.get_title(key)}: {line}" if key and self.ui.language == "en" else line
+        first = f"{setting_values.get_title(self.ui, key)}: {line}" if key and self.ui.language == "en" else line
         text = self.ui.say(
             "new.state.one" if len(findings) == 1 else "new.state.open", count=len(findings), first=first
         )
@@ -81,7 +81,7 @@ class Summary:
 
     def _render_problem(self, key: str, line: str) -> str:
         """Render a problem as a button that leads to its setting; a problem of no setting as text."""
-        text = sanitize.escape(self.problems.label(key, line) if key else line)
+        text = sanitize.escape(setting_values.label_problem(self.ui, key, line) if key else line)
         id = make_id("", key)
         return f"<button type='button' class='to-setting' data-setting='{id}'>{text}</button>" if key else text
 

@@ -11,7 +11,7 @@ from lora_fp8.jobs import JobView
 from lora_fp8.run import Run, preview_requests
 from lora_fp8.run.run_log import RunLog
 
-from ... import drawings, live_panel, run_monitor
+from ... import drawings, live_panel, run_monitor, setting_values
 from ...context import Ui
 from ...sanitize import escape, shorten
 from .. import runs
@@ -66,7 +66,7 @@ class PreviewRequests:
             self._check(run, {**preview_requests.read_changes(run), **changes})
             preview_requests.request_sample(run, changes)
         except UserError as error:
-            return runs.show_notice(self.ui.translate(str(error)), wrong=True)
+            return self._show_problems(error)
         return runs.show_notice(self.ui.say("previews.asked"))
 
     def load_prompts(self, request: gr.Request) -> list[Any]:
@@ -89,8 +89,12 @@ class PreviewRequests:
             self._check(run, changes)
             preview_requests.write_changes(run, changes)
         except UserError as error:
-            return runs.show_notice(self.ui.translate(str(error)), wrong=True)
+            return self._show_problems(error)
         return runs.show_notice(self.ui.say("previews.changed"))
+
+    def _show_problems(self, error: UserError) -> Any:
+        lines = [setting_values.describe_problem(self.ui, line) for line in error.problems]
+        return runs.show_notice(("; " if self.ui.language == "en" else "；").join(lines), wrong=True)
 
     def _open(self, request: gr.Request, must_train: bool = True) -> tuple[Run, JobView]:
         view, log = self.find(self.ui, request)
