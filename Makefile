@@ -26,8 +26,8 @@ else
 test: check
 	@scripts/install_browser.sh
 	@scripts/install_servers.sh
-	@echo "== tests (three at a time; about 12 minutes)"
-	$(BIN)/python -m pytest --short -n 3 --dist loadfile --no-loadscope-reorder
+	@echo "== tests (two at a time; about 16 minutes)"
+	$(BIN)/python -m pytest --short -n 2 --dist loadfile --no-loadscope-reorder
 endif
 
 test-all: check
