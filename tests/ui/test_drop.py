@@ -25,26 +25,29 @@ HEARD = """() => {
 def drop(page: Page, target: Locator, *paths: Path, is_taken: bool = True) -> None:
     """Drop files and folders of this machine on the middle of an element, which takes them or not."""
     target.scroll_into_view_if_needed()
-    box = target.bounding_box()
-    assert box is not None
-    place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
     data = {"items": [], "files": list(map(str, paths)), "dragOperationsMask": 1}
     page.evaluate(HEARD)
     browser = page.context.new_cdp_session(page)
 
     def send(kind: str) -> None:
+        box = target.bounding_box()
+        assert box is not None
+        place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
         browser.send("Input.dispatchDragEvent", {"type": kind, **place, "data": data})
 
     def is_heard(kind: str) -> bool:
         page.wait_for_timeout(100)
         return bool(page.evaluate("kind => kind in window.heard", kind.lower()))
 
-    # Chromium tells a page that it has not drawn yet of no drag.
-    wait_until(lambda: send("dragEnter") or is_heard("dragEnter"))
-    wait_until(lambda: send("dragOver") or is_heard("dragOver"))
-    send("drop")
-    if is_taken:  # it tells no page of a drop that it does not take
-        wait_until(lambda: is_heard("drop"))
+    # Chromium tells a page of no drag that it has not drawn yet, and of no drop while it draws it anew.
+    def is_dropped() -> bool:
+        wait_until(lambda: send("dragEnter") or is_heard("dragEnter"))
+        wait_until(lambda: send("dragOver") or is_heard("dragOver"))
+        send("drop")
+        # It tells no page of a drop that the page does not take.
+        return not is_taken or any(is_heard("drop") for _ in range(100))
+
+    wait_until(is_dropped)
     browser.detach()
 
 
