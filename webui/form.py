@@ -63,12 +63,12 @@ class Setting:
 
     @property
     def section(self) -> str:
-        """The table that it is in; "" for settings of the job itself."""
+        """Return the table that it is in; "" for settings of the job itself."""
         return self.key.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """Its name in that table."""
+        """Return its name in that table."""
         return self.key.rpartition(".")[2]
 
 

@@ -49,7 +49,7 @@ class PreviewPrompts:
 
     @property
     def texts(self) -> list[str]:
-        """The prompts, without options."""
+        """Return the prompts, without options."""
         return [table.prompts[0] for table in self.tables]
 
     def encode(self, encode: Callable[[Sequence[str], list[Cond]], list[Cond]]) -> "PreviewPrompts":
