@@ -55,7 +55,12 @@ FLOAT32 = (
     "export.dtype=fp32",
 )
 
-SHOWN = ("preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=4", "export.verify=true")
+SHOWN = (
+    "preview.prompts=['a cat', 'a dog', 'a bird']",
+    "preview.every=4",
+    "export.verify=true",
+    "tracking.to=['tensorboard']",
+)
 
 # train_lora.py, noting which samples each process takes, which previews it draws and what it trained.
 RECORDING = f"""
@@ -317,6 +322,18 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     assert len([event for event in run.read_events() if event["event"] == "export"]) == 2  # two formats, by one process
     assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
     assert len(kept(job, tree_hash)) == 2 + 4
+
+
+def test_a_tracker_gets_each_step_once_from_the_main_process(defaults):
+    """TensorBoard's own reader: a second process that logged too would leave a second file, or each step twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = list((folder_of(defaults[0]) / "tensorboard").iterdir())
+    assert len(files) == 1
+    reader = EventAccumulator(str(files[0]), size_guidance={"scalars": 0})
+    reader.Reload()
+    logged = [(entry.step, entry.value) for entry in reader.Scalars("train/loss")]
+    assert logged == list(enumerate(map(pytest.approx, losses(defaults[0])), 1))
 
 
 def test_both_processes_hold_the_same_weights_after_every_step(defaults):
