@@ -71,6 +71,12 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_folders(root: Path) -> None:
+    """Make all names in a folder and in the folders below it durable."""
+    for path, _, _ in os.walk(root):
+        sync_folder(Path(path))
+
+
 def sync_files(paths: list[Path]) -> None:
     """Make the contents of files durable. Call it after all are written, as a disk handles many at once."""
     for path in paths:

@@ -282,11 +282,88 @@ class Training(Scene):
         return (newest.path.name if newest else "", saved, best), exported
 
 
+class Fetch(Scene):
+    """A run is brought back from another machine, trained on there, and brought back again. That machine is this one.
+
+    Its folders are `place`/there-1 and there-2. A fetch is not one change: what a killed one left is whole after the
+    next, which the handle asks for by the names that are still coming.
+    """
+
+    mistakes = ("nothing is synced", "files are not synced", "folders are not synced")
+    name = "zibo"
+    config = """
+name = "zibo"
+[model]
+family = "sd15"
+path = "demo"
+[[dataset.folders]]
+path = "photos"
+[train]
+steps = 6
+"""
+
+    def load(self) -> None:
+        import lora_fp8.jobs.remote.fetch  # noqa: F401
+
+    def prepare(self, place: Path) -> None:
+        from lora_fp8.jobs.remote import handle, machine
+
+        for number, steps in ((1, (2, 4)), (2, (4, 6))):
+            there = place / f"there-{number}"
+            files = {
+                machine.MARKER: "",
+                "exit": "0\n",
+                "runs/zibo/.lora-fp8-run": json.dumps({"version": 1, "id": "one run"}),
+                "runs/zibo/config.toml": self.config,
+                "runs/zibo/events.jsonl": "a line of the log\n" * 400 * number,
+                "runs/zibo/export/zibo_kohya.safetensors": f"the adapters of pass {number}, " * 900,
+            }
+            for step in steps:
+                files[f"runs/zibo/checkpoints/step-{step:06d}/adapter.safetensors"] = f"those of step {step}, " * 500
+            for name, text in files.items():
+                (there / name).parent.mkdir(parents=True, exist_ok=True)
+                (there / name).write_text(text, encoding="utf-8")
+        run = str(place / "runs" / self.name)
+        os.environ["LORA_FP8_HOME"] = str(place / "home")
+        handle.save(handle.Handle(self.name, "ssh", "", str(place / "there-1"), "runs/zibo", run, created=1.0))
+
+    def acts(self) -> list[Act]:
+        from lora_fp8.jobs.remote import fetch, handle
+
+        return [
+            ("fetch", lambda place: fetch.fetch(self._load_job(place))),
+            ("train on there", lambda place: handle.update(self._load_job(place), folder=str(place / "there-2"))),
+            ("fetch again", lambda place: fetch.fetch(self._load_job(place))),
+        ]
+
+    def mend(self, place: Path) -> None:
+        from lora_fp8.jobs.remote import fetch
+
+        job = self._load_job(place)
+        if any(name.startswith("coming/") for name in job.fetched):
+            fetch.fetch(job)
+
+    def view(self, place: Path) -> Any:
+        run = place / "runs" / self.name
+        files = {str(path.relative_to(run)): _hash(path) for path in sorted(run.rglob("*")) if path.is_file()}
+        own = ("lock", "config.toml")  # the config names `place`
+        return Path(self._load_job(place).folder).name, {name: files[name] for name in files if name not in own}
+
+    def _load_job(self, place: Path) -> Any:
+        """Return the job. Where `place` was laid out from a trace, its paths are those of another folder."""
+        from lora_fp8.jobs.remote import handle
+
+        os.environ["LORA_FP8_HOME"] = str(place / "home")
+        job = handle.load(self.name)
+        here = {"folder": str(place / Path(job.folder).name), "output": str(place / "runs" / self.name)}
+        return job if (job.folder, job.output) == tuple(here.values()) else handle.update(job, **here)
+
+
 def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SCENES = {"captions": Captions, "page": Page, "queue": Queue, "training": Training}
+SCENES = {"captions": Captions, "page": Page, "queue": Queue, "fetch": Fetch, "training": Training}
 
 
 def get(name: str, settings: dict[str, Any] | None = None) -> Scene:

@@ -19,7 +19,7 @@ from ... import config, settings
 from ...common import system
 from ...common.locks import try_lock
 from ...common.numbers import format_bytes
-from ...common.writing import atomic_write, make_folder, sync_folder
+from ...common.writing import atomic_write, make_folder, sync_folder, sync_folders
 from ...errors import Message, RunFailure, UserError, cannot_write, first_few
 from ...run import disk_space, ownership
 from . import control
@@ -96,7 +96,7 @@ def _fetch(job: Handle, progress: Callable[[int, int], None] | None) -> Fetched:
     """Fetch while no other command does; see `fetch`."""
     there, left = _list(job)
     result = Fetched(Path(job.output), left=left)
-    wanted = _choose(job, result, there)
+    wanted, same = _choose(job, result, there)
     result.files, result.size = len(wanted), sum(entry.size for entry in wanted.values())
     result.same = len(there) - len(wanted)
     make_folder(result.folder.parent)
@@ -105,7 +105,7 @@ def _fetch(job: Handle, progress: Callable[[int, int], None] | None) -> Fetched:
     job.arrivals.mkdir()
     try:
         _receive(job, wanted, job.arrivals, progress)
-        _place(job, result, wanted, job.arrivals)
+        _place(job, result, wanted, same)
     finally:
         handles.remove_arrivals(job)
     return result
@@ -146,8 +146,8 @@ def _read_records(text: str, separator: str) -> dict[str, str]:
     return {name: value for value, _, name in records}
 
 
-def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the files that are not here yet.
+def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return the files that are not here yet, and those whose bytes here are the same as there.
 
     Raises:
         UserError: the folder here is not that of this run, or somebody changed a file in it.
@@ -158,7 +158,7 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
             Message("{name}: there is no run folder on that machine yet; nothing was trained", name=job.name)
         )
     if _is_new(folder):
-        return there
+        return there, {}
     if folder.is_symlink() or hash_file(folder / ownership.MARKER) != there[ownership.MARKER].sha256:
         ownership.require_new(folder)  # says what is there
         raise UserError(
@@ -168,7 +168,7 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
             )
         )
     ownership.require_ours(folder)
-    wanted, changed = {}, []
+    wanted, same, changed = {}, {}, []
     for name, entry in there.items():
         if not os.path.lexists(folder / name):
             wanted[name] = entry
@@ -180,6 +180,8 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
                 continue
             wanted[name] = entry
             changed += [] if is_as_written else [name]
+        else:
+            same[name] = entry  # of a fetch that was killed before it had remembered this
     if changed:
         raise UserError(
             Message(
@@ -188,7 +190,7 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
                 names=first_few(changed),
             )
         )
-    return wanted
+    return wanted, same
 
 
 def _is_new(folder: Path) -> bool:
@@ -300,9 +302,15 @@ def _describe_mismatch(name: str) -> Message:
     )
 
 
-def _place(job: Handle, result: Fetched, wanted: dict[str, Entry], staging: Path) -> None:
-    """Give the config the paths of this machine, and move the files into the run folder."""
-    folder = result.folder
+def _place(job: Handle, result: Fetched, wanted: dict[str, Entry], same: dict[str, Entry]) -> None:
+    """Give the config the paths of this machine, and move the files into the run folder.
+
+    Args:
+        job: the job, whose `arrivals` has the files.
+        result: gets the notes.
+        wanted, same: see `_choose`.
+    """
+    folder, staging = result.folder, job.arrivals
     written = {name: entry.sha256 for name, entry in wanted.items()}
     if CONFIG in wanted:
         result.notes += _localize(job, staging / CONFIG)
@@ -310,10 +318,12 @@ def _place(job: Handle, result: Fetched, wanted: dict[str, Entry], staging: Path
     remembered = {name: digest for name, digest in job.fetched.items() if not name.startswith("coming/")}
     # If this is killed, some files will be new: they are not to be taken for changed ones by the next fetch.
     job = handles.update(job, fetched=remembered | {f"coming/{name}": digest for name, digest in written.items()})
-    remembered |= written | {f"there/{name}": entry.sha256 for name, entry in wanted.items()}
+    remembered |= {name: entry.sha256 for name, entry in same.items()} | written
+    remembered |= {f"there/{name}": entry.sha256 for name, entry in (wanted | same).items()}
     if _is_new(folder):
         for name in ownership.FOLDERS:
             (staging / name).mkdir(exist_ok=True)
+        sync_folders(staging)
         if os.path.lexists(folder):
             folder.rmdir()
         system.rename(staging, folder)
@@ -330,8 +340,10 @@ def _move(wanted: dict[str, Entry], staging: Path, folder: Path) -> None:
             raise UserError(Message("{folder}: the run is still training; stop it first", folder=folder))
         ownership.require_ours(folder)
         for name in wanted:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            make_folder((folder / name).parent)
             system.replace(staging / name, folder / name)
+        for parent in {(place / name).parent for name in wanted for place in (folder, staging)}:
+            sync_folder(parent)
 
 
 def _localize(job: Handle, file: Path) -> list[str]:
