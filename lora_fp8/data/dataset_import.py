@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..common import system
 from ..common.shell import quote_path
-from ..common.writing import sync_files, sync_folder
+from ..common.writing import make_folder, sync_files, sync_folder
 from ..errors import Message, UserError, about, cannot_write, first_few, reason
 from . import captions
 from .decoding import ImageError, find_format
@@ -30,7 +30,11 @@ SUFFIXES = {
 LONGEST_NAME = 200
 """Bytes of a name; file systems take 255, and a number, an ending and `.PID.tmp` come to it."""
 TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp")
-"""Names of files that are being written, see `_place`."""
+"""Names of files that are being written, see `_NewFiles`."""
+PAGE = 4096
+"""Bytes that a disk writes together: those that a power loss leaves unwritten are zeros."""
+AT_ONCE = 100
+"""Number of files that are synced together: a disk writes many in not much more time than one."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)", re.IGNORECASE)
 """Names that are devices on Windows, whatever the extension."""
 OF_SYSTEMS = {".DS_Store", "Thumbs.db", "desktop.ini"}
@@ -124,23 +128,21 @@ def import_images(
     Raises:
         UserError: the folder has other files, or cannot be written.
     """
-    report, written = ImportReport(source.form), list[Path]()
-    root = folder.expanduser()
+    report, root = ImportReport(source.form), folder.expanduser()
     try:
         for path in _require_own(source, root):
             path.unlink(missing_ok=True)
-        root.mkdir(parents=True, exist_ok=True)
-        for record, files in _make_files(source, report.problems):
-            for name, raw in files.items():
-                written += _write_new_file(root / name, raw)
-            report.images += 1
-            report.uncaptioned += not record.caption
-            if progress is not None:
-                progress(report.images)
-            if report.images == limit:
-                break
-        sync_files(written)
-        sync_folder(root)
+        make_folder(root)
+        with _NewFiles(root) as new_files:
+            for record, files in _make_files(source, report.problems):
+                for name, raw in files.items():
+                    new_files.write(name, raw)
+                report.images += 1
+                report.uncaptioned += not record.caption
+                if progress is not None:
+                    progress(report.images)
+                if report.images == limit:
+                    break
     except OSError as error:
         raise cannot_write(error.filename or root, error) from None
     _copy_problems(source, report)
@@ -202,8 +204,7 @@ def _require_own(source: Source, root: Path) -> list[Path]:
         for name, raw in files.items():
             if name in left and not _has_bytes(root / name, raw):
                 raise _make_replace_error(root / name)
-            # A temporary file begins as the file that it was to become.
-            begun = [other for other in half.get(name, ()) if _has_bytes(root / other, raw, begin=True)]
+            begun = [other for other in half.get(name, ()) if _is_begun(root / other, raw)]
             torn += [root / other for other in begun]
             left -= {name, *begun}
     if left:
@@ -218,12 +219,20 @@ def _require_own(source: Source, root: Path) -> list[Path]:
     return torn
 
 
-def _has_bytes(path: Path, raw: bytes, begin: bool = False) -> bool:
-    """Return True if a regular file, no link, has these bytes; with `begin`, if it has no others than their first."""
+def _has_bytes(path: Path, raw: bytes) -> bool:
+    """Return True if a regular file, no link, has these bytes."""
     status = path.lstat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > len(raw) or (status.st_size < len(raw) and not begin):
+    return stat.S_ISREG(status.st_mode) and status.st_size == len(raw) and path.read_bytes() == raw
+
+
+def _is_begun(path: Path, raw: bytes) -> bool:
+    """Return True if a regular file was to get these bytes: it has their first, and zeros where power was lost."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > len(raw):
         return False
-    return raw.startswith(path.read_bytes())
+    there = path.read_bytes()
+    pages = ((there[begin : begin + PAGE], raw[begin : begin + PAGE]) for begin in range(0, len(there), PAGE))
+    return all(ours.startswith(page) or not any(page) for page, ours in pages)
 
 
 def _make_replace_error(path: Path) -> UserError:
@@ -295,18 +304,45 @@ def _choose_name(record: Record, used: set[str]) -> str:
     return unique
 
 
-def _write_new_file(path: Path, raw: bytes) -> list[Path]:
-    """Write a file that does not exist. Returns it; [] if it is there with the same content."""
-    if os.path.lexists(path):
-        if _has_bytes(path, raw):
-            return []
-        raise _make_replace_error(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+class _NewFiles:
+    """Writes files into a folder, many at a time: a file has its name only when its bytes are on the disk.
+
+    Args:
+        root: the folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._waiting: dict[Path, Path] = {}
+
+    def __enter__(self) -> _NewFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._place()
+        finally:
+            for temporary in self._waiting:
+                temporary.unlink(missing_ok=True)
+
+    def write(self, name: str, raw: bytes) -> None:
+        """Write a file that does not exist, or is there with the same content."""
+        path = self.root / name
+        if os.path.lexists(path):
+            if not _has_bytes(path, raw):
+                raise _make_replace_error(path)
+            return
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._waiting[temporary] = path
         with open(temporary, "wb") as file:
             file.write(raw)
-        system.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return [path]
+        if len(self._waiting) == AT_ONCE:
+            self._place()
+
+    def _place(self) -> None:
+        sync_files([*self._waiting])
+        for temporary, path in self._waiting.items():
+            system.replace(temporary, path)
+        self._waiting.clear()
+        sync_folder(self.root)

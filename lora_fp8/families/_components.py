@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
+from ..common.writing import sync_files, sync_folders
 from ..errors import Message, UserError, UserErrors, combine, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
@@ -374,6 +375,9 @@ def write_configs(family: str, configs: Mapping[str, Any], copied: Mapping[str, 
             for name, path in copied.items():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, made / name)
+            # A folder that is there is never written again: a power loss must not leave empty files in it.
+            sync_files([made / name for name in (*texts, *copied)])
+            sync_folders(made)
             try:
                 made.rename(folder)
             except OSError:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -359,11 +360,69 @@ steps = 6
         return job if (job.folder, job.output) == tuple(here.values()) else handle.update(job, **here)
 
 
+class Made(Scene):
+    """Folders that are made from something else: the configs of a single file, and images out of a tar shard.
+
+    Their source is deleted afterwards, as `dataset import` does with what it has downloaded. While it is there, the
+    command is repeated after a crash.
+    """
+
+    mistakes = ("nothing is synced", "files are not synced", "folders are not synced")
+
+    def load(self) -> None:
+        import lora_fp8.data.dataset_import
+        import lora_fp8.families._components  # noqa: F401
+
+    def prepare(self, place: Path) -> None:
+        import io
+        import tarfile
+
+        from PIL import Image
+
+        with tarfile.open(place / "shard.tar", "w") as archive:
+            for number in range(4):
+                picture = io.BytesIO()
+                Image.frombytes("RGB", (48, 48), random.Random(number).randbytes(48 * 48 * 3)).save(picture, "PNG")
+                for name, data in ((f"{number}.png", picture.getvalue()), (f"{number}.txt", b"a bird")):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(data)
+                    archive.addfile(entry, io.BytesIO(data))
+
+    def acts(self) -> list[Act]:
+        return [
+            ("write configs", self._write_configs),
+            ("import", self._import),
+            ("delete the source", lambda place: (place / "shard.tar").unlink()),
+        ]
+
+    def mend(self, place: Path) -> None:
+        self._write_configs(place)  # before each use, so that only half a folder is a loss
+        if (place / "birds").exists() and (place / "shard.tar").exists():
+            self._import(place)
+
+    def view(self, place: Path) -> Any:
+        folders = (place / "cache/lora_fp8/components").glob("sd15-*/*/"), [place / "birds"]
+        files = [path for found in folders for folder in found for path in sorted(folder.glob("[!.]*"))]
+        return {path.name: _hash(path) for path in files}
+
+    def _write_configs(self, place: Path) -> None:
+        from lora_fp8.families import _components
+
+        os.environ["XDG_CACHE_HOME"] = str(place / "cache")
+        configs = {"unet/config.json": {"layers": list(range(900))}, "vae/vae_config.json": {"channels": [4] * 600}}
+        _components.write_configs("sd15", configs, {})
+
+    def _import(self, place: Path) -> None:
+        from lora_fp8.data import dataset_import, foreign_datasets
+
+        dataset_import.import_images(foreign_datasets.find_source(place / "shard.tar"), place / "birds")
+
+
 def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SCENES = {"captions": Captions, "page": Page, "queue": Queue, "fetch": Fetch, "training": Training}
+SCENES = {"captions": Captions, "page": Page, "queue": Queue, "fetch": Fetch, "made": Made, "training": Training}
 
 
 def get(name: str, settings: dict[str, Any] | None = None) -> Scene:

@@ -16,7 +16,7 @@ from conftest import SEED
 from powerloss import MODELS, Disk, lay_out, snapshot
 from rig import Rig
 
-LADDERS = ("captions", "page", "fetch")
+LADDERS = ("captions", "page", "fetch", "made")
 FEW, MANY = 150, 2000
 
 
