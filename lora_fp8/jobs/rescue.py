@@ -8,6 +8,7 @@ run folder and the records of its last attempt show how it ended. The damaged fi
 """
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from ..common import system
 from ..common.json_files import read_json
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text
-from ..errors import Message, UserError
+from ..common.writing import sync_folder, write_synced
+from ..errors import Message, UserError, cannot_write
 from . import job_endings, run_events
-from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, now
+from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, StoreError, now
 
-FILES = ("queue.db", "queue.db-wal", "queue.db-shm")
+BUILDING = "queue.rescue"
+"""Folder in which the new queue is built. While it is there, an interrupted rescue can be repeated."""
 TYPES = {"priority": int, "again": int, "max_attempts": int, "created": float, "ended": float}
 
 
@@ -78,26 +81,54 @@ def rescue(home: Path) -> Rescued:
     with open(home / "worker.lock", "a+", encoding="utf-8") as lock:
         if not try_lock(lock):
             raise UserError(Message("{path}: a worker uses this queue; end the worker first", path=home))
-        if not _is_damaged(home):
+        building = home / BUILDING
+        if not building.exists() and not _is_damaged(home):
             raise UserError(
                 Message("{path}: the queue is not damaged, so there is nothing to restore", path=home / "queue.db")
             )
-        number = 1
-        while (aside := home / f"queue.db.damaged-{number}").exists():
-            number += 1
-        for name in reversed(FILES):  # the database last: while it is there, an interrupted rescue can be repeated
-            if (home / name).exists():
-                system.replace(home / name, aside.with_name(aside.name + name.removeprefix("queue.db")))
-        rescued = Rescued(aside)
-        store = Store(home)
-        folders = [folder for folder in (home / "jobs").iterdir() if folder.name.isdecimal() and folder.is_dir()]
-        for folder in sorted(folders, key=lambda folder: int(folder.name)):
-            try:
-                _restore(store, folder, rescued)
-            except (UserError, OSError, ValueError, TypeError, OverflowError) as error:
-                line = str(error) or type(error).__name__
-                rescued.lost.append(Message("job {id}: {line}", id=folder.name, line=line))
+        try:
+            rescued = _build(home, building)
+            _keep_aside(home, rescued.aside)
+            system.replace(building / "queue.db", home / "queue.db")
+            sync_folder(home)
+            shutil.rmtree(building)
+        except OSError as error:
+            raise cannot_write(error.filename or home, error) from None
         return rescued
+
+
+def _build(home: Path, building: Path) -> Rescued:
+    """Build a new queue in a folder of its own, from the folders of the jobs."""
+    shutil.rmtree(building, ignore_errors=True)  # of a rescue that was interrupted
+    number = 1
+    while (aside := home / f"queue.db.damaged-{number}").exists():
+        number += 1
+    rescued, store = Rescued(aside), Store(building)
+    folders = [folder for folder in (home / "jobs").iterdir() if folder.name.isdecimal() and folder.is_dir()]
+    for folder in sorted(folders, key=lambda folder: int(folder.name)):
+        try:
+            _restore(store, folder, rescued)
+        except StoreError:  # of the new queue, not of this job
+            raise
+        except (UserError, OSError, ValueError, TypeError, OverflowError) as error:
+            line = str(error) or type(error).__name__
+            rescued.lost.append(Message("job {id}: {line}", id=folder.name, line=line))
+    store.write_to_one_file()  # closing would do it too, but without a word if it fails
+    store.close()
+    return rescued
+
+
+def _keep_aside(home: Path, aside: Path) -> None:
+    """Copy the damaged file, which stays in its place until the new one replaces it, and move its companions away.
+
+    Without that, SQLite would take what is in them for changes of the new file.
+    """
+    with open(home / "queue.db", "rb") as damaged, write_synced(aside) as copy:
+        shutil.copyfileobj(damaged, copy)
+    for suffix in ("-wal", "-shm"):
+        if (companion := home / f"queue.db{suffix}").exists():
+            system.replace(companion, aside.with_name(f"{aside.name}{suffix}"))
+    sync_folder(home)
 
 
 def _is_damaged(home: Path) -> bool:

@@ -193,26 +193,15 @@ class Store:
     def insert(self, **values: Any) -> int:
         """Insert a new job after the others of its priority. Return its id."""
         with self._transaction() as database:
-            try:
-                cursor = database.execute(
-                    f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
-                    tuple(values.values()),
-                )
-            except sqlite3.IntegrityError:  # only the unique index on folders can be violated from outside
-                raise UserError(
-                    Message("{path}: another job already uses this folder; choose another name", path=values["folder"])
-                ) from None
+            cursor = _insert(database, values)
             database.execute("UPDATE jobs SET place = id WHERE id = ?", (cursor.lastrowid,))
             assert cursor.lastrowid is not None
             return cursor.lastrowid
 
     def insert_with_id(self, id: int, **values: Any) -> None:
-        """Insert a job under its old number."""
-        named = {"id": id, "place": id, **values}
+        """Insert a job under its old number; the errors are those of `_insert`."""
         with self._transaction() as database:
-            database.execute(
-                f"INSERT INTO jobs ({', '.join(named)}) VALUES ({', '.join('?' * len(named))})", tuple(named.values())
-            )
+            _insert(database, {"id": id, "place": id, **values})
 
     def find_damage(self) -> str:
         """Return what SQLite finds wrong with the file; "" for nothing."""
@@ -270,6 +259,12 @@ class Store:
                 [(number, priority, other) for number, (other, priority) in enumerate(order, 1)],
             )
             # Later jobs get their id as place, which is larger than any number used here.
+
+    def write_to_one_file(self) -> None:
+        """Bring the changes that are only in queue.db-wal into queue.db, which can then be moved alone."""
+        with self._translate_errors():
+            is_busy, *_ = self._connect().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            assert not is_busy, "the file is of this process alone"
 
     def close(self) -> None:
         """Close this thread's connection, as before a fork; the next use opens another."""
@@ -372,6 +367,25 @@ def _make_unusable_error(file: Path | str, why: object) -> StoreError:
 def _is_damage(error: sqlite3.Error) -> bool:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the other bits say where in SQLite it was noticed
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith("no such ")
+
+
+def _insert(database: sqlite3.Connection, values: dict[str, Any]) -> sqlite3.Cursor:
+    """Insert a row.
+
+    Raises:
+        UserError: another job uses its folder.
+        ValueError: a value is missing, or of another type.
+    """
+    try:
+        return database.execute(
+            f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", tuple(values.values())
+        )
+    except sqlite3.IntegrityError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+            raise ValueError(str(error)) from None
+        raise UserError(
+            Message("{path}: another job already uses this folder; choose another name", path=values["folder"])
+        ) from None
 
 
 def parse_command(row: Row) -> list[str]:

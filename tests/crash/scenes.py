@@ -191,6 +191,46 @@ class Queue(Scene):
         return [(row.id, row.name, row.command, row.phase, row.wanted, row.priority) for row in rows]
 
 
+class Rescue(Scene):
+    """A damaged queue is rebuilt. As long as it is said to be damaged, the command is given again."""
+
+    mistakes = ()
+
+    def load(self) -> None:
+        import lora_fp8.jobs.rescue  # noqa: F401
+
+    def prepare(self, place: Path) -> None:
+        from lora_fp8.jobs import Queue
+
+        queue = Queue(place / "home")
+        for number in range(4):
+            queue.submit_command("resize", [f"{number}.safetensors"])
+        queue.store.close()
+        queue.store.file.write_bytes(b"no database " * 400)
+
+    def acts(self) -> list[Act]:
+        from lora_fp8.jobs.rescue import rescue
+
+        return [("rescue", lambda place: rescue(place / "home"))]
+
+    def mend(self, place: Path) -> None:
+        from lora_fp8.errors import UserError
+        from lora_fp8.jobs.rescue import rescue
+
+        with contextlib.suppress(UserError):  # it is not damaged
+            rescue(place / "home")
+
+    def view(self, place: Path) -> Any:
+        from lora_fp8.jobs import Damaged
+        from lora_fp8.jobs.store import Store
+
+        try:
+            rows = Store(place / "home").read_rows()
+        except Damaged:
+            return "damaged"
+        return [(row.id, row.command, row.phase) for row in rows]
+
+
 class Training(Scene):
     """A miniature training from its config to its files, begun or gone on with. One act, marks at each checkpoint.
 
@@ -422,7 +462,15 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SCENES = {"captions": Captions, "page": Page, "queue": Queue, "fetch": Fetch, "made": Made, "training": Training}
+SCENES = {
+    "captions": Captions,
+    "page": Page,
+    "queue": Queue,
+    "rescue": Rescue,
+    "fetch": Fetch,
+    "made": Made,
+    "training": Training,
+}
 
 
 def get(name: str, settings: dict[str, Any] | None = None) -> Scene:

@@ -11,7 +11,7 @@ import pytest
 import scenes
 from rig import FAULTS, GROWS, Call, Outcome, Rig
 
-LADDERS = ("captions", "page", "queue", "fetch", "made")
+LADDERS = ("captions", "page", "queue", "rescue", "fetch", "made")
 FEW = 8
 """Calls of each fault and scene in `make test`."""
 FEW_TRAININGS = 2
