@@ -430,13 +430,22 @@ def test_a_full_disk_leaves_no_half_of_a_model(
 ) -> None:
     lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors")
 
+    out = tmp_path / "merged"
+    left = tmp_path / ".merged.merging" / "unet"  # of a merge that was killed
+    left.mkdir(parents=True)
+    (left / "half.safetensors").write_bytes(b"half")
+
     def full(*_: object) -> None:
+        assert not out.exists(), "whoever is killed here leaves a folder that looks like a model"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge.system, "replace", full)
-    code, _, said = ask("merge", lora, "--into", tiny("sd15"), "--output", tmp_path / "merged")
+    with monkeypatch.context() as patch:
+        patch.setattr(merge.system, "replace", full)
+        code, _, said = ask("merge", lora, "--into", tiny("sd15"), "--output", out)
     assert code == 2 and "No space left on device" in said
     assert [path.name for path in tmp_path.iterdir()] == [lora.name]
+    assert ask("merge", lora, "--into", tiny("sd15"), "--output", out)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [lora.name, "merged"]
 
 
 def test_bases_that_cannot_take_a_lora(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:

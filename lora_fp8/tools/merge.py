@@ -8,6 +8,7 @@ Merging into a base model is streamed: the new file has the old one's header (na
 copied, or gets its delta in float32 and is rounded once. No more than one tensor is in memory.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from .. import families, settings, verify
 from ..adapters import kinds
 from ..common import system
 from ..common.numbers import format_shape
-from ..common.writing import sync_folder, write_synced
+from ..common.writing import sync_files, sync_folder, sync_folders, write_synced
 from ..errors import Message, UserError, cannot_write, exists_already, first_few, reason
 from ..families import _files
 from ..lora_files import export, layer_names, layouts, safetensors_file
@@ -241,15 +242,17 @@ def merge_into_base(
         place = places[name]
         changes[place.file].setdefault(place.key, []).append((place, layer_changes))
     origin = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
-    targets = _prepare_targets(family, parts, files, output)
-    try:
-        for source, target in targets.items():
-            _rewrite(source, target, changes[source], {"modelspec.merged_from": origin})
-    except BaseException:
-        if not family.checkpoint:  # a folder with only some of its shards would look like a model
-            shutil.rmtree(output, ignore_errors=True)
-        raise
-    return Merged(len(deltas), list(targets.values()))
+    about = {"modelspec.merged_from": origin}
+    if family.checkpoint:
+        _make_folder(output.parent)
+        _rewrite(family.checkpoint, output, changes[family.checkpoint], about)
+        return Merged(len(deltas), [output])
+    copied = [family.folder / (part or family.denoiser_name) for part in parts]
+    with _making_folder(output) as folder:
+        _copy_without_weights(family.folder, copied, folder)
+        for source in files:
+            _rewrite(source, folder / source.relative_to(family.folder), changes[source], about)
+    return Merged(len(deltas), [output / source.relative_to(family.folder) for source in files])
 
 
 @dataclass(frozen=True)
@@ -280,23 +283,24 @@ class _Place:
     rows: Callable[[Tensor], Tensor] | None = None
 
 
-def _prepare_targets(family: Any, parts: set[str], files: list[Path], output: Path) -> dict[Path, Path]:
-    """Make the output's folders, and copy what is no weight of a changed part.
-
-    Args:
-        family: the base.
-        parts: text encoders that are changed, and "" for the denoiser.
-        files: files of the base that hold the changed parts.
-        output: file or folder to write.
-
-    Returns:
-        {file of the base: file to write} for `files`.
-    """
-    if family.checkpoint:
-        _make_folder(output.parent)
-        return {family.checkpoint: output}
-    _copy_without_weights(family.folder, [family.folder / (part or family.denoiser_name) for part in parts], output)
-    return {path: output / path.relative_to(family.folder) for path in files}
+@contextlib.contextmanager
+def _making_folder(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside a new one, which it becomes at the end: half a model would look like a whole one."""
+    hidden = folder.with_name(f".{folder.name}.merging")
+    _make_folder(folder.parent)
+    shutil.rmtree(hidden, ignore_errors=True)  # of a merge that was killed
+    try:
+        yield hidden
+        try:
+            sync_files([path for path in hidden.rglob("*") if path.is_file()])
+            sync_folders(hidden)
+            system.rename(hidden, folder)
+            sync_folder(folder.parent)
+        except OSError as error:
+            raise cannot_write(error.filename or folder, error) from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 def _collect_changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], family: Any) -> dict[str, list[_Change]]:
