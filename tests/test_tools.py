@@ -431,9 +431,6 @@ def test_a_full_disk_leaves_no_half_of_a_model(
     lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors")
 
     out = tmp_path / "merged"
-    left = tmp_path / ".merged.merging" / "unet"  # of a merge that was killed
-    left.mkdir(parents=True)
-    (left / "half.safetensors").write_bytes(b"half")
 
     def full(*_: object) -> None:
         assert not out.exists(), "whoever is killed here leaves a folder that looks like a model"

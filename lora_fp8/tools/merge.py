@@ -286,9 +286,8 @@ class _Place:
 @contextlib.contextmanager
 def _making_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder beside a new one, which it becomes at the end: half a model would look like a whole one."""
-    hidden = folder.with_name(f".{folder.name}.merging")
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     _make_folder(folder.parent)
-    shutil.rmtree(hidden, ignore_errors=True)  # of a merge that was killed
     try:
         yield hidden
         try:
