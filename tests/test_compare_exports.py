@@ -32,9 +32,9 @@ def test_the_same_code_gives_the_same_bytes_and_another_learning_rate_does_not(s
     for name in ("presets", "configs"):
         shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "train_lora.py", copy)
-    call = "def learning_rate("
+    call = "def compute_learning_rate("
     (planted,) = (path for path in (copy / "lora_fp8").rglob("*.py") if call in path.read_text(encoding="utf-8"))
-    larger = f"{call}*values):\n    return _learning_rate(*values) + 1e-9\n\n\ndef _learning_rate("
+    larger = f"{call}*values):\n    return _compute(*values) + 1e-9\n\n\ndef _compute("
     planted.write_text(planted.read_text(encoding="utf-8").replace(call, larger), encoding="utf-8")
 
     kept = tmp_path / "kept"

@@ -88,7 +88,7 @@ def planted(kind: str, root: Path) -> str | None:
     if kind == "unreadable":
         put(odd, path)
         path.write_bytes(path.read_bytes()[:5000])
-        return "cannot be decoded"
+        return "the file is truncated"
     if kind == "caption_encoding":
         put(odd, path, "红发".encode("gb18030"))
         return "byte 0 (0xba)"
