@@ -145,6 +145,10 @@ SYSTEM_ERRORS = {
     errno.EMFILE: Message("Too many open files"),
     errno.ENAMETOOLONG: Message("File name too long"),
     errno.ENETUNREACH: Message("Network is unreachable"),
+    errno.ENOLCK: Message(
+        "this file system has no locks, without which two programs may write the same file; choose a folder on another "
+        "disk"
+    ),
     errno.ENOENT: Message("No such file or directory"),
     errno.ENOMEM: Message("Cannot allocate memory"),
     errno.ENOSPC: Message("No space left on device"),

@@ -1,12 +1,15 @@
 """Which folders are ours: a run begins in none that holds something, and deletes only what it wrote."""
 
+import errno
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from lora_fp8.common import locks, writing
 from lora_fp8.errors import UserError
 from lora_fp8.run import Run, disk_space, ownership
 from lora_fp8.training import checkpoint
@@ -251,3 +254,42 @@ def test_settings_and_a_log_of_somebody_else_are_no_run(tmp_path, log, settings)
         with pytest.raises(UserError):
             act(tmp_path)
     assert tree(tmp_path) == before and disk_space.find_write_obstacle(tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_in_words(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As some network and FUSE file systems are."""
+    from lora_fp8.cli.commands import main
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.png").touch()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/worker.lock").touch()
+    with pytest.raises(UserError, match="this file system has no locks"):
+        Run.create(tmp_path / "run", CONFIG)
+    for words, place in (["jobs"], "home/worker.lock"), (["dataset", "undo", str(tmp_path / "photos")], "photos"):
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and f"{tmp_path / place}: this file system has no locks" in said, said
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network and FUSE file systems say EINVAL; a disk that fails says EIO."""
+    answers = iter([errno.EINVAL, errno.EIO])
+
+    def fsync(_: int) -> None:
+        raise OSError(number := next(answers), os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writing.sync_folder(tmp_path)
+    with pytest.raises(OSError, match="Input/output error"):
+        writing.sync_folder(tmp_path)

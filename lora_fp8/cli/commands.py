@@ -34,7 +34,7 @@ app = Program(
 )
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """typer's UsageError, which it does not export."""
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOLCK)
 """Errors that make a path wrong input; other errors of the system may not occur the next time."""
 
 

@@ -6,6 +6,7 @@ and on Windows the file's first byte cannot be read by others meanwhile.
 """
 
 import contextlib
+import errno
 import os
 import time
 from pathlib import Path
@@ -32,8 +33,18 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
         True if the file is locked now.
 
     Raises:
-        OSError: the file system does not support locks.
+        OSError: ENOLCK, the file system does not support locks.
     """
+    try:
+        return _try_lock(file, shared)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        path = () if isinstance(file, int) else (file.name,)
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), *path) from None
+
+
+def _try_lock(file: int | IO[Any], shared: bool) -> bool:
     if fcntl is None:
         import filelock
 

@@ -1,6 +1,7 @@
 """Write files so that a crash or a power cut leaves the old content or the new, never a mixture."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +66,10 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        error.filename = os.fspath(path)
-        raise
+        # Network and FUSE file systems that cannot sync a folder say so; PostgreSQL goes on there too (fd.c).
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP):
+            error.filename = os.fspath(path)
+            raise
     finally:
         os.close(descriptor)
 

@@ -763,9 +763,17 @@ def _is_locked(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not try_lock(descriptor, shared=True)
+        return not _try_lock_folder(descriptor, folder, shared=True)
     finally:
         os.close(descriptor)
+
+
+def _try_lock_folder(descriptor: int, folder: Path, *, shared: bool = False) -> bool:
+    try:
+        return try_lock(descriptor, shared=shared)
+    except OSError as error:
+        error.filename = os.fspath(folder)
+        raise
 
 
 @contextlib.contextmanager
@@ -777,7 +785,7 @@ def _locked(folder: Path) -> Iterator[None]:
         raise UserError(Message("{path}: cannot be opened ({why})", path=folder, why=reason(error))) from None
     try:
         deadline = time.monotonic() + 10
-        while not try_lock(descriptor):
+        while not _try_lock_folder(descriptor, folder):
             if time.monotonic() > deadline:
                 raise UserError(
                     Message("{path}: another edit of these captions is in progress; try again", path=folder)
