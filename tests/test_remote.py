@@ -843,9 +843,10 @@ ARCHIVES = {
 }
 
 
+@pytest.mark.parametrize("fetched_again", [False, True])
 @pytest.mark.parametrize("end", ["sync_folder", "_move"])
 def test_a_fetch_that_is_killed_is_no_change_of_the_users(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, fetched_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files are there, or some of them, and are not remembered yet; then the job goes on, and changes its own."""
     job = local_job(tmp_path, monkeypatch)
@@ -865,6 +866,8 @@ def test_a_fetch_that_is_killed_is_no_change_of_the_users(
         patch.setattr(fetch, end, killed)
         with pytest.raises(KeyboardInterrupt):
             fetch.fetch(handle.load("x"))
+    if fetched_again:  # before there is anything new
+        assert fetch.fetch(handle.load("x")).size < 1000, "the config, which has the paths of this machine"
     (there / "verify.json").write_text("newer", encoding="utf-8")
     assert fetch.fetch(handle.load("x")).files == 1 and (here / "verify.json").read_text(encoding="utf-8") == "newer"
     assert not any(name.startswith("coming/") for name in handle.load("x").fetched)
