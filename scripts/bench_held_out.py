@@ -20,7 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import config, train  # noqa: E402
+from lora_fp8 import config, train
 
 JOB = """
 preset = ["demo_sd15"]

@@ -113,7 +113,7 @@ def launch(command: list[str]) -> int:
 class StandIn(Worker):
     """A worker with the stand-ins in place of accelerate and the trainer."""
 
-    def make_command(self, row, group, attempt):  # noqa: ANN001, ANN201
+    def make_command(self, row, group, attempt):
         """Return the queue's command with the stand-in in place of the trainer."""
         command = super().make_command(row, group, attempt)
         own = [sys.executable, __file__]

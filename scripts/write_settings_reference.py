@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import config  # noqa: E402
-from lora_fp8.settings import Except  # noqa: E402
-from webui import form, translations  # noqa: E402
+from lora_fp8 import config
+from lora_fp8.settings import Except
+from webui import form, translations
 
 FILES = {"en": ROOT / "docs/settings.md", "zh-CN": ROOT / "docs/settings.zh-CN.md"}
 Texts = dict[str, str]

@@ -25,15 +25,15 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process that a test starts compiles all our files
 
 import miniatures
-import numpy  # noqa: E402
-import pytest  # noqa: E402
-import short_suite  # noqa: E402
-from PIL import Image  # noqa: E402
+import numpy
+import pytest
+import short_suite
+from PIL import Image
 
 from lora_fp8 import (
-    config,  # noqa: E402
-    families,  # noqa: E402
-    settings,  # noqa: E402
+    config,
+    families,
+    settings,
 )
 
 PICTURES = (

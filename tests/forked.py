@@ -120,7 +120,7 @@ def serve(requests: socket.socket) -> None:
     import bitsandbytes  # noqa: F401
     import torch
 
-    import lora_fp8.cli  # noqa: F401
+    import lora_fp8.cli
     import lora_fp8.train  # noqa: F401
     from lora_fp8 import families
 

@@ -148,7 +148,7 @@ def test_a_crop_follows_the_mask_no_further_than_it_must():
             shown = {edge: min(end, edge + side) - max(begin, edge) for edge in range(resized - side + 1)}
             best = [edge for edge in shown if shown[edge] == max(shown.values())]
             middle = usual.crop_xy[axis]
-            assert placed.placement.crop_xy[axis] == min(best, key=lambda edge: abs(edge - middle)), (size, white)  # noqa: B023
+            assert placed.placement.crop_xy[axis] == min(best, key=lambda edge: abs(edge - middle)), (size, white)
 
 
 def test_crops_stay_in_the_middle_where_no_mask_leads_them():

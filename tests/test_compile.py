@@ -241,7 +241,7 @@ class Count(TorchDispatchMode):
 
     num = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num += func is ATTENTION.default
         return func(*args, **(kwargs or {}))
 
@@ -276,7 +276,7 @@ ATTENTIONS = 4
 """In the blocks of `flux`."""
 
 
-def test_recomputed_blocks_keep_what_they_must(aot_eager):  # noqa: ARG001
+def test_recomputed_blocks_keep_what_they_must(aot_eager):
     """Compiled by torch 2.11 without a policy, they kept half of what a step without recomputation keeps."""
     expected, model = gradients(flux()), flux()
     memory.apply_(model, Memory(gradient_checkpointing=False))
@@ -378,11 +378,11 @@ class Doubled(torch.autograd.Function):
     """The input, with twice its gradient: what a broken kernel may do, while every loss is right."""
 
     @staticmethod
-    def forward(ctx, x):  # noqa: ARG004
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ARG004
+    def backward(ctx, grad):
         return 2 * grad
 
 

@@ -123,7 +123,7 @@ def test_a_step_takes_what_was_reckoned(
         mask_BHW = None
         latents_BCHW, noise_BCHW, cond = latents, torch.randn_like(latents), family.collate([one, one])
         t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
-        to = staticmethod(lambda device: Batch)  # noqa: ARG005
+        to = staticmethod(lambda device: Batch)
 
     def one_step() -> None:
         step.compute_loss(family, denoiser, objective, Batch, 1.0).sum().backward()

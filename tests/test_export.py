@@ -357,7 +357,7 @@ def test_the_safetensors_library_reads_what_was_trained(tmp_path):
 def test_dtype_in_the_file(tmp_path, dtype):
     for path in write(tmp_path, dtype=dtype):
         with safetensors.safe_open(path, "pt") as file:
-            kinds = {file.get_tensor(k).dtype for k in file.keys() if not k.endswith("alpha")}  # noqa: SIM118
+            kinds = {file.get_tensor(k).dtype for k in file.keys() if not k.endswith("alpha")}
         assert kinds == {DTYPES[dtype]}
 
 

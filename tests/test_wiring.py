@@ -417,7 +417,7 @@ def observables(of: run.Run) -> dict[str, Any]:
     for path in sorted(of.export.glob("*_kohya.safetensors")):
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            for name in file.keys():  # noqa: SIM118 (not a dict)
+            for name in file.keys():  # not a dict
                 tensor = file.get_tensor(name)
                 found["shapes"][name] = list(tensor.shape)
                 found["dtypes"].add(str(tensor.dtype))

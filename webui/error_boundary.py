@@ -66,7 +66,7 @@ class Pages(gr.Blocks):
             _log_error(_name_handler(self, block_fn), error)
             error.print_exception = False
             raise
-        except Exception as error:  # noqa: BLE001 - the one place where any error becomes a sentence
+        except Exception as error:  # the one place where any error becomes a sentence
             _log_error(_name_handler(self, block_fn), error)
             line = describe_error(self.ui.language, error)
             if block_fn.api_visibility == "public":
@@ -93,7 +93,7 @@ class Pages(gr.Blocks):
             return await super().preprocess_data(*given, **named)
         except gr.Error:
             raise
-        except Exception as error:  # noqa: BLE001 - Gradio's parsing may raise anything
+        except Exception as error:  # Gradio's parsing may raise anything
             raise self._make_refusal(error) from None
 
     def _check_files(self, block_fn: Any, inputs: list[Any], window: str) -> list[Any]:
@@ -130,7 +130,7 @@ class Boundary:
             await self.app(scope, receive, send_and_note)
         except ClientDisconnect:
             pass  # nobody is waiting for the answer
-        except Exception as error:  # noqa: BLE001 - see Pages
+        except Exception as error:  # see Pages
             _log_error(f"{scope['method']} {scope['path']}", error)
             if not begun:
                 language = self.language or translations.choose_language(headers.get("accept-language", ""))

@@ -277,7 +277,7 @@ def list_gpus() -> list[dict[str, Any]]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - no driver or library: there is no GPU to show
+    except Exception:  # no driver or library: there is no GPU to show
         return []
     gpus = []
     for number in range(pynvml.nvmlDeviceGetCount()):

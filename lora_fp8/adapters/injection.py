@@ -118,13 +118,9 @@ def _compute_lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
 class LoraLinear(_Lora, lora.Linear):
     """LoRA with own dropout or start on a linear layer."""
 
-    pass
-
 
 class LoraConv2d(_Lora, lora.Conv2d):
     """LoRA with own dropout or start on a convolution."""
-
-    pass
 
 
 class _Dora(nn.Module, LoraLayer):
@@ -157,13 +153,9 @@ class _Dora(nn.Module, LoraLayer):
 class DoraLinear(_Dora, lora.Linear):
     """DoRA on a linear layer."""
 
-    pass
-
 
 class DoraConv2d(_Dora, lora.Conv2d):
     """DoRA on a convolution."""
-
-    pass
 
 
 class _Product(nn.Module, LycorisLayer):
@@ -204,8 +196,6 @@ class KroneckerLinear(_Product, lokr.Linear):
 class KroneckerConv2d(_Product, lokr.Conv2d):
     """LoKr on a convolution."""
 
-    pass
-
 
 class HadamardLinear(_Product, loha.Linear):
     """LoHa on a linear layer."""
@@ -219,8 +209,6 @@ class HadamardLinear(_Product, loha.Linear):
 
 class HadamardConv2d(_Product, loha.Conv2d):
     """LoHa on a convolution."""
-
-    pass
 
 
 class _Rotation(nn.Module, BaseTunerLayer):

@@ -7,12 +7,8 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import Message, UserError
-
-if TYPE_CHECKING:
-    pass
 
 DAY = 86400
 _ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .buckets import UNCHANGED, Change, Size
 from .examples import Control
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _ldm
 from ._prompts import Overlong
 from .base import ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):

@@ -184,8 +184,8 @@ class Queue:
         text: str,
         *,
         overrides: Sequence[str] = (),
-        source: Source = Source(),  # noqa: B008 - frozen
-        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
+        source: Source = Source(),  # frozen
+        scheduling: Scheduling = Scheduling(),  # frozen
         again: bool = False,
     ) -> int:
         """Queue a training. The whole resolved config is stored, so later edits of any file change nothing.
@@ -237,7 +237,7 @@ class Queue:
         file: Path,
         *,
         overrides: Sequence[str] = (),
-        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
+        scheduling: Scheduling = Scheduling(),  # frozen
     ) -> int:
         """Queue the training of a config file. Arguments, result and errors are as for `submit`."""
         source = Source(str(file), presets=file.parent)
@@ -248,7 +248,7 @@ class Queue:
         folder: Path,
         *,
         overrides: Sequence[str] = (),
-        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
+        scheduling: Scheduling = Scheduling(),  # frozen
     ) -> int:
         """Queue the continuation of a run that was stopped, or that was started in a shell.
 

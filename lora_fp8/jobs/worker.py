@@ -236,7 +236,7 @@ def _open_rotated(path: Path) -> Iterator[Any]:
     try:
         if path.exists() and path.stat().st_size > 1_000_000:
             system.replace(path, path.with_suffix(".1.log"))
-        file = open(path, "ab")  # noqa: SIM115 - closed below
+        file = open(path, "ab")  # closed below
     except OSError as error:
         raise cannot_write(path, error) from None
     with file:
@@ -586,7 +586,7 @@ class Worker:
         Raises:
             UserError: there is a worker already.
         """
-        self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # held for life
         for _ in range(20):  # a call to `find_worker` holds a shared lock for an instant
             if try_lock(self._lock):
                 self._last_beat = -1.0

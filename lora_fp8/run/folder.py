@@ -110,7 +110,7 @@ class Run:
                 run.write_config(config_text)
             run._mend_events()
             # "replace": a file name may have bytes that are not text, and a warning about it must not end the run.
-            run._events = open(run.events_file, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - open for life
+            run._events = open(run.events_file, "a", encoding="utf-8", errors="replace")  # open for life
         except BaseException as error:
             run.close()  # the error's traceback would keep the lock held for as long as it exists
             if isinstance(error, OSError):
@@ -287,7 +287,7 @@ class Run:
 
     def _take_lock(self) -> None:
         # "a+", as opening must not empty the file: it has the holder's name.
-        self._lock = open(self.lock_file, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        self._lock = open(self.lock_file, "a+", encoding="utf-8")  # held for life
         for attempt in range(10):
             if try_lock(self._lock):
                 break

@@ -99,7 +99,6 @@ class Bystander(Run):
 
     def log_event(self, event: str, **fields: Any) -> None:
         """Write nothing."""
-        pass
 
 
 class UnwrittenRun(Run):

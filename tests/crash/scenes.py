@@ -248,7 +248,7 @@ class Training(Scene):
         import transformers  # noqa: F401
 
         from lora_fp8 import (
-            families,  # noqa: F401
+            families,
             train,  # noqa: F401
         )
 

@@ -34,7 +34,7 @@ class Trainer:
         self.say(event="stage", stage="train", step=0, steps=1000)
 
     def take(self) -> None:
-        self.lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until `die`
+        self.lock = open(self.folder / "lock", "w")  # held until `die`
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def die(self) -> None:

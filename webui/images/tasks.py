@@ -67,7 +67,7 @@ def start(folder: Path, work: Callable[[Task, Progress], None], language: str) -
     def run() -> None:
         try:
             work(task, lambda done, total: _set_progress(task, done, total))
-        except Exception as error:  # noqa: BLE001 - any error becomes a sentence, as in a request
+        except Exception as error:  # any error becomes a sentence, as in a request
             task.error = describe_error(language, error)
         finally:
             task.running = False

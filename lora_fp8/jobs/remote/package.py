@@ -83,7 +83,7 @@ class Package:
         return {f"{folder}/{there}" if folder else there: here for there, here in self.places.items()}
 
 
-def pack(job: settings.Job, options: Options = Options()) -> Package:  # noqa: B008 - frozen
+def pack(job: settings.Job, options: Options = Options()) -> Package:  # frozen
     """Return the package of a job. Nothing is written.
 
     Args:
