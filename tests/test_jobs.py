@@ -694,6 +694,34 @@ def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(found.value.problems) == 2
 
 
+@pytest.mark.parametrize(("wanted", "waits"), [("stop", True), ("cancel", False)])
+def test_a_training_is_not_killed_before_it_can_save(
+    queue: Queue, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch, wanted: str, waits: bool
+) -> None:
+    """Its previews take ten minutes: a stop that is asked for meanwhile is heard at the end of the next step."""
+    id, sent, killed = add("slow"), list[int](), list[list[int]]()
+    queue.store.update(id, phase="launched", token="a token", pid=17, asked=1000.0, wanted=wanted)
+    events = [("stage", 300.0), ("step", 305.0), ("step", 310.0), ("preview", 910.0), ("step", 915.0)]
+    lines = [{"event": kind, "stage": "train", "step": number, "t": t} for number, (kind, t) in enumerate(events)]
+    folder = Path(queue.store.read_row(id).folder)
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    one = jobs.Worker(queue.home, ["0"], report=lambda line: None)
+    monkeypatch.setattr(worker.procs, "find_members", lambda token: [17, 18])
+    monkeypatch.setattr(worker.procs, "find_parent", lambda pid: 1)
+    monkeypatch.setattr(worker.procs, "send", lambda pids, number: sent.append(number))
+    monkeypatch.setattr(worker.procs, "kill", killed.append)
+    for now, expected in ((1190, []), (1210, []), (2250, [signal.SIGTERM])):
+        monkeypatch.setattr(worker.time, "time", lambda now=now: float(now))
+        monkeypatch.setattr(worker, "now", lambda now=now: float(now))
+        one._stop(queue.store.read_row(id))
+        assert sent == (expected if waits else [signal.SIGTERM]), now
+    for now, expected in ((2320, waits), (3460, False)):
+        monkeypatch.setattr(worker.time, "time", lambda now=now: float(now))
+        one._stop(queue.store.read_row(id))
+        assert (not killed) == expected, now
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What a worker in this process would run; `sleep` is run in its place."""

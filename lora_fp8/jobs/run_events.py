@@ -31,6 +31,8 @@ class Progress:
     first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
     counted: tuple[float, int] | None = None  # time and number of the first event "progress" of its kind
+    heard: float = 0  # time of the newest event of the training; 0 in other stages
+    longest_silence: float = 0  # most seconds between two events of the training: a step, or previews
 
     @property
     def alive_at(self) -> float:
@@ -70,10 +72,18 @@ class Progress:
             self.counted = (event["t"], event["done"])
         self.work = event
 
+    def _update_silence(self, event: dict[str, Any]) -> None:
+        if event.get("event") in ("start", "stage"):
+            self.heard = event["t"] if event.get("stage") == "train" and _are_numbers(event, "t") else 0
+        elif self.heard and _are_numbers(event, "t"):
+            self.longest_silence = max(self.longest_silence, event["t"] - self.heard)
+            self.heard = event["t"]
+
     def update(self, event: dict[str, Any]) -> None:
         """Update the progress with one event."""
         kind = event.get("event")
         self._update_work(event)
+        self._update_silence(event)
         if kind != "warning":
             self.download = event if kind == "download" and _are_numbers(event, "bytes", "total", "speed") else None
         if kind in ("done", "stopped", "error"):

@@ -5,8 +5,9 @@ is wanted, the system's process table says what is alive. It can therefore be ki
 the next worker takes them over.
 
 A job is stopped in steps: a file control/stop in its run folder (the trainer saves at the end of its step); after
-`patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. Before the first
-step there is nothing to save, so SIGTERM comes at once. On Windows it kills, and so it is the last step there.
+`patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. Both waits are at
+least twice as long as a step or its previews have taken. Before the first step there is nothing to save, so SIGTERM
+comes at once, as it does for a job that is cancelled. On Windows it kills, and so it is the last step there.
 """
 
 import contextlib
@@ -46,14 +47,16 @@ PROGRAM = ("-m", "lora_fp8")
 """Arguments with which `ensure_worker` runs Python; test doubles replace them."""
 NOTHING_TO_SAVE = ("", "start", "download", "cache", "memory", "load", "preflight")
 """Stages in which a request to stop is followed by SIGTERM at once."""
+MOST_SILENCE_S = 3600.0
+"""Longest silence of a training that its stop waits for: a longer one is that of a machine that slept."""
 
 
 class Settings(Section):
     """worker.toml in the home folder; every setting is optional."""
 
     gpus: list[str] = Field(default=[], description="GPU groups, such as ['0,1', '2']; empty: each GPU by itself.")
-    patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM.")
-    kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL.")
+    patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM, at least.")
+    kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL, at least.")
     logs: int = Field(default=5, ge=0, description="Logs of earlier attempts that are kept.")
     webhook: str = Field(default="", description="Address that gets a message when a job ends; empty: none.")
 
@@ -495,34 +498,37 @@ class Worker:
 
     def _stop(self, row: Row) -> None:
         """Take the next step to stop a job if it is due: ask, then SIGTERM, then SIGKILL."""
-        stage = self._ask_to_stop(row) if row.folder else ""
+        progress = self._ask_to_stop(row) if row.folder else run_events.Progress(0)
+        stage = progress.stage
         if not row.asked:
             self.store.update(row.id, asked=now())
             return
         at_once = (
             row.kind == "command" or stage in NOTHING_TO_SAVE or (row.wanted == "cancel" and system.CAN_ASK_TO_STOP)
         )
+        # It saves at the end of its next step, which may come after previews that take many minutes.
+        saves_within = 2 * min(progress.longest_silence, MOST_SILENCE_S) if row.wanted == "stop" and not at_once else 0
         pids = procs.find_members(row.token)
         keeper = row.pid if row.pid in pids else 0
         if not row.termed:
-            if at_once or time.time() - row.asked > self.settings.patience_s:
+            if at_once or time.time() - row.asked > max(self.settings.patience_s, saves_within):
                 self._terminate(row, pids, keeper)
-        elif time.time() - row.termed > self.settings.kill_after_s:
+        elif time.time() - row.termed > max(self.settings.kill_after_s, saves_within):
             if not row.killed:
                 self.store.update(row.id, killed=now())
                 self.report(Message("job {id} ({name}): did not end and was killed", id=row.id, name=row.name))
             # The keeper is killed last: it writes the record.
             procs.kill([pid for pid in pids if pid != keeper] or pids)
 
-    def _ask_to_stop(self, row: Row) -> str:
-        """Request a stop in the job's run folder. Return the stage that the run has reached."""
+    def _ask_to_stop(self, row: Row) -> run_events.Progress:
+        """Request a stop in the job's run folder. Return how far the run is."""
         run = Run(Path(row.folder))
-        stage = self.follower.read_progress(run.path, row.mark).stage
+        progress = self.follower.read_progress(run.path, row.mark)
         # A starting trainer deletes requests to earlier ones, so the request is repeated until it stays.
         with contextlib.suppress(UserError):  # if the folder cannot be read or written, the signal follows
             if run.is_locked() and not (run.control / "stop").exists():
                 run.request("stop")
-        return stage
+        return progress
 
     def _terminate(self, row: Row, pids: Sequence[int], keeper: int) -> None:
         """Send SIGTERM to the trainers of a job, or to their launcher if there is no trainer."""
