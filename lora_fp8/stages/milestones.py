@@ -83,7 +83,9 @@ class Milestones:
             if not saves:
                 self.save()
         changed = "prompts" in requests and self._live_previews.change_prompts(step)
-        is_due = changed or "preview" in requests or is_preview_due(job, self.data.preview, step)
+        # Who stops does not wait for previews that may take minutes: resuming draws them, see `find_missed`.
+        is_due = "stop" not in requests and is_preview_due(job, self.data.preview, step)
+        is_due = is_due or changed or "preview" in requests
         if self.data.preview.prompts and is_due and not self.is_over:
             self.draw(step)
         if "sample" in requests:
