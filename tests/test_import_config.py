@@ -414,7 +414,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8", "scale": "1x64"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "adapter": {
+            "type": "lora",
+            "rank": 32,
+            "alpha": 16.0,
+            # As its pattern for the modulation matches no layer, musubi-tuner adapts that too.
+            "targets": [*families.get("qwen_image").adapter_targets, "img_mod.1", "txt_mod.1"],
+        },
         "dataset": {
             "resolution": 704,
             "buckets": True,
@@ -2530,7 +2536,7 @@ def test_lycoris_adapts_convolutions_unless_its_preset_leaves_them_out(tmp_path:
 
     assert "conv1" in adapter("'algo=loha'")["targets"] and "ranks" not in adapter("'algo=loha'")
     assert adapter("'algo=loha', 'conv_dim=0'").get("targets") == adapter("'algo=loha'")["targets"], "0: as network_dim"
-    for plain in ("'algo=lokr', 'preset=attn-mlp'", "'algo=diag-oft'"):
-        assert "targets" not in adapter(plain)
+    assert adapter("'algo=lokr', 'preset=attn-mlp'")["targets"] == list(families.get("sdxl").adapter_targets)
+    assert "targets" not in adapter("'algo=diag-oft'")
     for plain in ("", "'conv_dim=0'", "'conv_alpha=1'"):
         assert "targets" not in adapter(plain, "networks.lora")

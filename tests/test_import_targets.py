@@ -51,13 +51,23 @@ def all_linear(family: str, *blocks: str) -> set[str]:
 
 
 JOINT = ("transformer_blocks.", "single_transformer_blocks.")
-BLOCKS = {
+BLOCKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "hunyuan_video", "sd3"), JOINT),
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), JOINT),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "anima"), JOINT),
     "z_image": ("layers.",),
+    "ideogram4": ("layers.",),
     "lumina2": ("layers.", "noise_refiner.", "context_refiner."),
+    "aura_flow": ("joint_transformer_blocks.", "single_transformer_blocks."),
+    "hidream": ("double_stream_blocks.", "single_stream_blocks."),
+    "krea2": ("transformer_blocks.",),
 }
 """Architecture -> beginnings of the names of its blocks, in diffusers."""
+MORE_BLOCKS = {
+    ("diffusion-pipe", "z_image"): ("noise_refiner.", "context_refiner."),  # of the same class
+    ("ai-toolkit", "krea2"): ("text_fusion.layerwise_blocks.", "text_fusion.refiner_blocks."),  # "blocks" in its name
+    ("musubi-tuner", "krea2"): ("",),  # KREA2_TARGET_REPLACE_MODULES = None
+}
+"""(tool, architecture) -> beginnings of the other names that it adapts."""
 
 
 def ai_toolkit(tmp_path: Path, family: str, **network: Any) -> Path:
@@ -71,16 +81,70 @@ def diffusion_pipe(tmp_path: Path, family: str) -> Path:
     return write(tmp_path / "pipe.toml", "[model]\ntype = 'x'\n[adapter]\ntype = 'lora'\nrank = 16\n")
 
 
-@pytest.mark.parametrize("family", sorted(target_modules.WHOLE_BLOCKS_OF["diffusion-pipe"]))
-def test_ai_toolkit_and_diffusion_pipe_adapt_every_linear_layer_of_the_blocks(tmp_path: Path, family: str) -> None:
-    expected = all_linear(family, *BLOCKS[family])
-    for tool, write_file in (("ai-toolkit", ai_toolkit), ("diffusion-pipe", diffusion_pipe)):
-        if family in target_modules.WHOLE_BLOCKS_OF[tool]:
-            ranks, made = adapted(write_file(tmp_path, family), tool, family)
-            assert set(ranks) == expected, tool
-            # Z-Image's refiners are told: they are blocks to diffusion-pipe, and not to ai-toolkit.
-            told = [entry.note for entry in made.differs if entry.key == target_modules.LAYERS]
-            assert bool(told) == (family in ("z_image", "hunyuan_video") and tool == "diffusion-pipe")
+def musubi(tmp_path: Path, family: str, arguments: str = "") -> Path:
+    text = (
+        f"dit = 'm.safetensors'\nnetwork_module = 'networks.lora_x'\nnetwork_dim = 16\nnetwork_args = [{arguments}]\n"
+    )
+    return write(tmp_path / "musubi.toml", text)
+
+
+WRITERS = {"ai-toolkit": ai_toolkit, "diffusion-pipe": diffusion_pipe, "musubi-tuner": musubi}
+FURTHER = [(tool, family) for tool, places in target_modules.FURTHER_LAYERS.items() for family in places]
+
+
+@pytest.mark.parametrize(("tool", "family"), FURTHER)
+def test_what_a_tool_adapts_is_what_its_own_rule_selects(tmp_path: Path, tool: str, family: str) -> None:
+    """Every linear layer of the blocks that the tool names, as counted on the denoiser of the released model."""
+    ranks, made = adapted(WRITERS[tool](tmp_path, family), tool, family)
+    assert set(ranks) == all_linear(family, *BLOCKS[family], *MORE_BLOCKS.get((tool, family), ()))
+    told = {entry.note for entry in made.differs if entry.key == target_modules.LAYERS}
+    fused = {target_modules.ONE_LORA(tool=tool)} if family in target_modules.FUSED[tool] else set()
+    assert told == fused | ({target_modules.LLM_ADAPTER} if family == "anima" else set())
+
+
+@pytest.mark.parametrize(("tool", "families_"), list(target_modules.FUSED.items()))
+def test_one_lora_for_q_k_and_v_is_told_where_the_original_has_one_layer(
+    tmp_path: Path, tool: str, families_: set[str]
+) -> None:
+    for family in families_:
+        native = [ours for _, ours in families.get(family).native_layers if len(ours.split()) > 1]
+        assert native, f"{family}: its original has no fused layers"
+        made = importing.import_file(WRITERS[tool](tmp_path, family), tool, family)
+        assert target_modules.ONE_LORA(tool=tool) in [entry.note for entry in made.differs]
+        assert "same training: no" in importing.report(made)[-1]
+
+
+def test_diffusion_pipe_adapts_the_linear_layers_of_a_unets_blocks(tmp_path: Path) -> None:
+    ranks, made = adapted(diffusion_pipe(tmp_path, "sdxl"), "diffusion-pipe", "sdxl")
+    assert set(ranks) == all_linear("sdxl", "down_blocks.", "mid_block.", "up_blocks.")
+    assert target_modules.TEXT_PROJECTION in [entry.note for entry in made.differs]
+    path = diffusion_pipe(tmp_path, "sdxl")
+    text = path.read_text().replace("'x'", "'x'\ntext_encoder_1_lr = 0\ntext_encoder_2_lr = 0")
+    made = importing.import_file(write(path, text), "diffusion-pipe", "sdxl")
+    assert target_modules.LAYERS not in [entry.key for entry in made.differs]
+
+
+LYCORIS = {
+    ("flux", "'preset=attn-mlp'"): 19 * 14 + 38 * 6,
+    ("flux", ""): 19 * 14 + 38 * 6,
+    ("sdxl", "'preset=attn-only'"): 70 * 8,
+    ("sdxl", "'preset=unet-transformer-only'"): 722,
+    ("sdxl", "'preset=full-lin'"): 722 + 17 + 11 + 2,
+    ("sdxl", "'preset=unet-convblock-only'"): 17 * 3 + 11 + 4 + 2,
+}
+"""(architecture, network arguments) -> how many layers LyCORIS adapts, in diffusers' naming (lycoris/config.py)."""
+
+
+@pytest.mark.parametrize(("family", "arguments"), list(LYCORIS))
+def test_presets_of_lycoris(tmp_path: Path, family: str, arguments: str) -> None:
+    text = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'lycoris.kohya'\nnetwork_dim = 4\n"
+    text += f"learning_rate = 1e-4\nnetwork_args = ['algo=loha', {arguments}]\n"
+    ranks, made = adapted(write(tmp_path / "kohya.toml", text), "sd-scripts", family)
+    assert len(ranks) == LYCORIS[family, arguments]
+    assert "network_args" not in [entry.key for entry in made.no_counterpart if not entry.off]
+    fused = target_modules.ONE_LORA(tool="sd-scripts") in [entry.note for entry in made.differs]
+    assert fused == (family == "flux")
+    assert made.settings["adapter"].get("text_encoder", False) == ("unet" not in arguments)
 
 
 def test_alpha_of_ai_toolkits_transformers_is_the_rank(tmp_path: Path) -> None:
@@ -128,12 +192,6 @@ def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> No
     made = importing.import_file(write(tmp_path / "page.json", page), "kohya_ss")
     assert "split_qkv" in [entry.key for entry in made.mapped]
     assert target_modules.LAYERS not in [entry.key for entry in made.differs]
-
-
-def test_the_network_arguments_of_musubi_leave_the_modulation_out(tmp_path: Path) -> None:
-    text = "dit = 'm.safetensors'\nnetwork_module = 'networks.lora_qwen_image'\nnetwork_dim = 4\n"
-    made = importing.import_file(write(tmp_path / "musubi.toml", text), "musubi-tuner", "qwen_image")
-    assert "targets" not in made.settings["adapter"]
 
 
 SIMPLETUNER = {

@@ -47,6 +47,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("x_embedder", "time_caption_embed", "norm_out")
     modulation = ("norm1.linear",)
+    further_layers = {"blocks": modulation}
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024  # Lumina2Pipeline: 128 latents of 8 pixels

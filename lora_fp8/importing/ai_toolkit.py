@@ -449,7 +449,8 @@ def _set_network(draft: Draft) -> None:
     _set_rank(draft, kind)
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
     only, without = ([read_string(part) for part in draft.get(key, read_list) or []] for key in keys)
-    target_modules.assume_whole_blocks(draft)
+    target_modules.assume_tools_layers(draft)
+    target_modules.report_fused(draft)
     if only or without:
         adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
 

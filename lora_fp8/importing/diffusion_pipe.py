@@ -114,6 +114,7 @@ RULES: dict[str, Rule] = {
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
     "model.debiased_estimation_loss": JOINT,
+    "model.llm_adapter_lr": JOINT,
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
@@ -299,9 +300,7 @@ def _set_adapter(draft: Draft) -> None:
                 draft.report_mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
-        target_modules.assume_whole_blocks(draft)
-        if draft.family in target_modules.FUSED["diffusion-pipe"]:
-            target_modules.report_fused(draft)
+        target_modules.assume_layers_of_diffusion_pipe(draft)
     elif kind:
         draft.report_unmatched("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")

@@ -159,7 +159,7 @@ def set_network(draft: Draft) -> None:
     given = _read_network_arguments(draft)
     page_type = common_values.normalize_name(draft.get("LoRA_type") or "")
     kind = page_type.removeprefix("kohya").removeprefix("lycoris")
-    lycoris = "lycoris" in module or "lycoris" in page_type
+    lycoris = _uses_lycoris(draft)
     algorithm = common_values.normalize_name(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
@@ -194,13 +194,32 @@ def set_network(draft: Draft) -> None:
         paged = not plain_page or draft.tool.name == "sd-scripts"
         kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
     if own_network:
-        target_modules.assume_whole_blocks(draft)
+        target_modules.assume_tools_layers(draft)
         split = common_values.is_on(draft.get("split_qkv"))
         if draft.family in target_modules.FUSED_IN_SD_SCRIPTS:  # others know no such argument
             split = given.pop("split_qkv", "").lower() == "true" or split
         target_modules.report_fused(draft, split)
+    elif lycoris:
+        _set_lycoris_layers(draft, given)
     _report_arguments(draft, given)
     _report_page_keys(draft, plain_page)
+
+
+def _set_lycoris_layers(draft: Draft, given: dict[str, str]) -> None:
+    """Set adapter.targets where a preset of LyCORIS adapts whole blocks of a transformer."""
+    preset = kohya_convolutions.find_preset(draft, given)
+    if draft.family not in target_modules.FUSED_IN_SD_SCRIPTS or preset not in kohya_convolutions.BLOCK_PRESETS:
+        return
+    target_modules.assume_tools_layers(draft)
+    target_modules.report_fused(draft)
+    note = Message("this preset adapts every linear layer of the blocks")
+    draft.report_mapped(["LyCORIS_preset", *kohya_blocks.pop_arguments(given, ["preset"])], {}, note)
+
+
+def _uses_lycoris(draft: Draft) -> bool:
+    """Return True if the network is LyCORIS', by its module or by the page's type of LoRA."""
+    names = (draft.get("network_module"), draft.get("LoRA_type"))
+    return any("lycoris" in common_values.normalize_name(name or "") for name in names)
 
 
 ARGUMENTS = ("network_args", "network_args_custom")
@@ -449,10 +468,17 @@ def _set_schedule(draft: Draft) -> None:
     draft.report_unmatched(["lr_scheduler_num_cycles", "lr_restart_cycles"], remarks.OTHER_KEY, off=True)
 
 
+ONLY_ATTENTION = Message(
+    "LyCORIS' attn-only leaves the feed-forward layers of text encoders out; this trainer adapts both kinds"
+)
+
+
 def _set_text_encoders(draft: Draft) -> None:
     """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
     off = any(common_values.is_on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    preset = kohya_convolutions.find_preset(draft, _read_network_arguments(draft)) if _uses_lycoris(draft) else ""
+    off = off or preset.startswith("unet-")
     given = (
         [read_number(rate) for rate in read_list(draft.given["text_encoder_lr"])]
         if draft.has("text_encoder_lr")
@@ -469,6 +495,8 @@ def _set_text_encoders(draft: Draft) -> None:
     )
     optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
+        if preset == "attn-only":
+            draft.add_difference("preset", ONLY_ATTENTION)
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
         draft.report_mapped(cached, {}, Message("neither trainer caches captions while text encoders are trained"))
 
