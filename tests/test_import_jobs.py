@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lora_fp8 import cli, importing
-from lora_fp8.errors import UserError
-from lora_fp8.importing import import_draft, source_files
+from lora_fp8.errors import Message, UserError
+from lora_fp8.importing import import_draft, readers, remarks, source_files
 from webui import translations
 
 
@@ -565,3 +565,18 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
     assert importing.describe_verdict(found).endswith("1 setting has no counterpart (network_dim)")
     assert settings(found)["adapter"]["rank"] == 16
+
+
+def test_reasons_are_told_apart_by_what_they_are_and_not_by_their_first_words(tmp_path: Path) -> None:
+    assert remarks.is_of_the_run(remarks.UPLOAD) and remarks.is_of_the_run(readers.hide(remarks.COUNTS_STEPS))
+    assert remarks.is_of_the_run(remarks.join([remarks.UPLOAD, remarks.RESUMES]))
+    assert not remarks.is_of_the_run(remarks.join([remarks.UPLOAD, remarks.NOT_HERE]))
+    assert not remarks.is_of_the_run(Message("checkpoint.every counts steps, which changes the loss"))
+    found = made(tmp_path / "a.yaml", toolkit("flux", {}))
+    draft = import_draft.Draft(found.tool, source_files.read_source(tmp_path / "a.yaml"), "", "flux")
+    draft.given |= {"a": 1, "b": 1}
+    draft.labels |= {"a": "a", "b": "b"}
+    draft.report_different("a", {"preview.prompts": "a cat, train.seed = 3"}, "as it is written")
+    draft.report_different("b", {"adapter.rank": 3, "preview.seed": 1}, "")
+    found.differs[:], found.no_counterpart[:] = draft.lists["differs"], []
+    assert importing.list_differences(found)["differs"] == ["b"]

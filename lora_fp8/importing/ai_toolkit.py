@@ -281,9 +281,7 @@ SHORT: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     "job": map_idle(Message("this is the kind of job")),
     "config.name": JOINT,
-    "meta.**": map_none(
-        Message("export.title, export.author, export.description and export.license set the text in the LoRA file")
-    ),
+    "meta.**": map_none(remarks.TITLES),
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
 }
 

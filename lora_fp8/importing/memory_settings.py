@@ -32,9 +32,7 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
     share = common_values.clamp("memory.offload", round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
-        draft.report_unmatched(
-            keys, Message("memory.offload needs a quantized base model; quantize.storage = 'fp8' halves its size")
-        )
+        draft.report_unmatched(keys, remarks.NEEDS_QUANTIZED)
         what = Message(
             "the other trainer offloads about {share} of the base model to RAM. To do the same, set "
             "quantize.storage = 'fp8' and memory.offload = {share}",

@@ -63,7 +63,7 @@ RULES: dict[str, Rule] = {
             {name: name for name in STARTS}, Message("default, gaussian, pissa and olora")
         ),
     ),
-    "lora_format": map_none(Message("export.formats sets the layout of the LoRA file"), "diffusers"),
+    "lora_format": map_none(remarks.LAYOUTS, "diffusers"),
     "init_lora": map_to("adapter.init_from", read_string, remarks.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
