@@ -690,8 +690,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "musubi_wan_dataset.toml: general.bucket_no_upscale|"
         "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
         "|save_every_n_steps|min_timestep|max_timestep",
-        "t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
-        "|musubi_wan_dataset.toml: datasets.1.cache_directory",
+        "t5|musubi_wan_dataset.toml: datasets.0.cache_directory|musubi_wan_dataset.toml: datasets.1.cache_directory",
     ),
     "diffusion_pipe_flux.toml": (
         "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"

@@ -5,6 +5,7 @@ denoisers at full size; and by the numbers of modules that sd-scripts' files of 
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from lora_fp8 import adapters, families, importing
 from lora_fp8.importing import target_modules
-from lora_fp8.lora_files import layouts
+from lora_fp8.lora_files import layouts, naming
 from lora_fp8.settings import Adapter
 
 
@@ -226,23 +227,64 @@ def test_an_unknown_flux_lora_target_is_told(tmp_path: Path) -> None:
     assert ["flux_lora_target"] == [entry.key for entry in made.no_counterpart if not entry.off]
 
 
+BOTH = {"target_module": ["Attention", "FeedForward"]}
+FF_RANKS = dict.fromkeys(("ff.net.0.proj", "ff.net.2"), 4)
+
+
 @pytest.mark.parametrize(
-    ("preset", "parts", "unread"),
+    ("preset", "parts", "ours", "unread"),
     [
-        (None, ("attn",), False),
-        ({"target_module": ["Attention", "FeedForward"]}, ("attn", "ff"), False),
-        ({"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 4}}}, ("attn",), True),
-        ({"target_module": ["Transformer2DModel"]}, None, True),
+        (None, ("attn",), {}, []),
+        (BOTH, ("attn", "ff"), {}, []),
+        (
+            {"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 4}}},
+            ("attn",),
+            {"factor": 4},
+            [],
+        ),
+        # The keys of module_algo_map are targets too.
+        (
+            {"target_module": ["Attention"], "module_algo_map": {"FeedForward": {"factor": 16, "dim": 4, "alpha": 2}}},
+            ("attn", "ff"),
+            {"ranks": FF_RANKS},
+            [],
+        ),
+        (
+            BOTH | {"module_algo_map": {"Attention": {"factor": 8}, "FeedForward": {"factor": 4}}},
+            ("attn", "ff"),
+            {"factor": 8},
+            ["module_algo_map.FeedForward.factor"],
+        ),
+        (
+            BOTH | {"module_algo_map": {"FeedForward": {"dim": 4, "algo": "loha", "use_tucker": True}}},
+            ("attn", "ff"),
+            {"ranks": FF_RANKS},
+            [f"module_algo_map.FeedForward.{key}" for key in ("scale", "algo", "use_tucker")],
+        ),
+        (
+            BOTH | {"name_algo_map": {"down_blocks*": {"dim": 4}}, "use_fnmatch": True},
+            ("attn", "ff"),
+            {},
+            ["name_algo_map", "use_fnmatch"],
+        ),
+        ({"target_module": ["Transformer2DModel"]}, None, {}, ["apply_preset"]),
     ],
 )
-def test_simpletuners_lycoris(tmp_path: Path, preset: Any, parts: tuple[str, ...] | None, unread: bool) -> None:
-    write(tmp_path / "lycoris.json", {"algo": "lokr", "linear_dim": 8} | ({"apply_preset": preset} if preset else {}))
+def test_simpletuners_lycoris(
+    tmp_path: Path, preset: Any, parts: tuple[str, ...] | None, ours: dict[str, Any], unread: list[str]
+) -> None:
+    config = {"algo": "lokr", "linear_dim": 8, "linear_alpha": 4, "factor": 16}
+    write(tmp_path / "lycoris.json", config | ({"apply_preset": preset} if preset else {}))
     data = {"model_family": "sdxl", "lora_type": "lycoris", "lycoris_config": "lycoris.json"}
     made = importing.import_file(write(tmp_path / "simple.json", data), "simpletuner")
     own = families.get("sdxl").adapter_targets
     expected = None if parts is None else [name for name in own if name.startswith(parts)]
-    assert made.settings["adapter"].get("targets") == expected
-    assert any("apply_preset" in note for note in made.notes) == unread
+    adapter = made.settings["adapter"]
+    assert adapter.get("targets") == expected and adapter["factor"] == ours.get("factor", 16)
+    assert (adapter["rank"], adapter["alpha"], adapter.get("ranks", {})) == (8, 4, ours.get("ranks", {}))
+    told = "".join(entry.note for entry in made.differs if entry.key == "lycoris_config")
+    assert all(part in told for part in unread) and bool(told) == bool(unread)
+    assert ("lycoris_config" in importing.list_differences(made).get("differs", [])) == bool(unread)
 
 
 def onetrainer(tmp_path: Path, **more: Any) -> Path:
@@ -274,4 +316,61 @@ def test_an_empty_filter_of_a_transformer_is_told(tmp_path: Path) -> None:
     ranks, made = adapted(onetrainer(tmp_path, layer_filter=""), "onetrainer", "flux")
     assert set(ranks) == all_linear("flux", *JOINT)
     assert target_modules.OUTSIDE_BLOCKS in [entry.note for entry in made.differs]
+    assert "same training: no" in importing.report(made)[-1]
+
+
+MUSUBI_OWN = {
+    "flux_kontext": [r".*(norm).*"],  # and the modulation, unless the user gives exclude patterns
+    "qwen_image": [r".*(_mod_).*"],
+    "z_image": [r".*(_modulation|_refiner).*"],
+    "hunyuan_video": [r".*(img_mod|txt_mod|modulation).*"],
+    "wan": [r".*(patch_embedding|text_embedding|time_embedding|time_projection|norm|head).*"],
+    "krea2": [],
+    "flux2": [r".*(norm).*"],
+}
+"""Architecture -> the exclude patterns that musubi-tuner adds (networks/lora_*.py)."""
+PATTERNS: list[tuple[str, list[str], list[str]]] = [
+    ("wan", [r".*ffn.*"], []),
+    ("wan", [".*"], [r"blocks\.(1|2|30)\.self_attn.*", r"blocks\.7\.ffn\.0"]),
+    ("flux_kontext", [r".*single_blocks.*"], []),
+    ("flux2", [r".*(txt_mlp|img_mlp).*", r".*single_blocks\.[0-9]\..*"], []),
+    ("hunyuan_video", [r".*double_blocks.*attn.*"], []),
+    ("qwen_image", [r".*_mod\..*", r"transformer_blocks\.(0|59)\..*"], []),
+    ("qwen_image", [r".*txt_mlp.*"], [r".*\.59\.txt_mlp.*", r".*\.3\.txt_mlp.*"]),
+    (
+        "krea2",
+        [r".*\.mlp\..*", "first", r"last\.linear", r"tmlp\..*", r"txtmlp\..*", r"tproj\.1", r"txtfusion\..*"],
+        [],
+    ),
+    ("z_image", [], [r".*noise_refiner.*"]),
+]
+
+
+@pytest.mark.parametrize(("family", "exclude", "include"), PATTERNS)
+def test_musubis_patterns_select_the_same_layers(
+    tmp_path: Path, family: str, exclude: list[str], include: list[str]
+) -> None:
+    arguments = [f"{name}_patterns={given!r}" for name, given in (("exclude", exclude), ("include", include)) if given]
+    ranks, made = adapted(musubi(tmp_path, family, json.dumps(arguments)[1:-1]), "musubi-tuner", family)
+
+    def is_trained(ours: str) -> bool:
+        native = naming.to_native(families.get(family).native_layers, ours)
+        assert native is not None
+        name = ours if family == "z_image" else native[0]  # its copy of Z-Image has the names of diffusers
+        excluded = any(re.fullmatch(pattern, name) for pattern in [*exclude, *MUSUBI_OWN[family]])
+        return not excluded or any(re.fullmatch(pattern, name) for pattern in include)
+
+    places = ("",) if family == "krea2" else BLOCKS.get(family, (*JOINT, "blocks."))
+    every = all_linear(family, *places, *(("noise_refiner.", "context_refiner.") if family == "z_image" else ()))
+    assert set(ranks) == {name for name in every if is_trained(name)} and set(ranks.values()) == {16}
+    assert "network_args" in [entry.key for entry in made.mapped]
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", "(", ".*.*.*.*.*x", "x" * 300, r"(a)\1", 7])
+def test_patterns_that_are_slow_or_none_are_told(tmp_path: Path, pattern: object) -> None:
+    made = importing.import_file(
+        musubi(tmp_path, "wan", json.dumps(f"exclude_patterns={[pattern]!r}")), "musubi-tuner", "wan"
+    )
+    assert "targets" not in made.settings["adapter"] and "ranks" not in made.settings["adapter"]
+    assert "network_args" in [entry.key for entry in made.no_counterpart if not entry.off]
     assert "same training: no" in importing.report(made)[-1]

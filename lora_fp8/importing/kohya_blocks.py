@@ -61,7 +61,7 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     entries: dict[str, int] = {}
     for kind, total in totals.items():
-        entries |= _make_chosen_ranks(FLUX_BLOCKS[kind], chosen[kind], total, rank)
+        entries |= make_chosen_ranks(FLUX_BLOCKS[kind], chosen[kind], total, rank)
     draft.report_mapped(paged + pop_arguments(given, choices), {"adapter.ranks": entries})
 
 
@@ -72,7 +72,7 @@ def _choose_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
     return _parse_numbers(choices.get(f"train_{kind}_block_indices", "all"), total)
 
 
-def _make_chosen_ranks(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
+def make_chosen_ranks(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
     """Return the entries of adapter.ranks that train only the chosen blocks, as few entries as possible."""
     others = set(range(total)) - chosen
     if len(chosen) < len(others):

@@ -15,6 +15,7 @@ from . import (
     kohya_blocks,
     kohya_convolutions,
     model_settings,
+    musubi_patterns,
     objective_settings,
     optimizer_settings,
     remarks,
@@ -189,6 +190,8 @@ def set_network(draft: Draft) -> None:
     kohya_blocks.set_blocks(draft, given, plain=own_network)
     kohya_blocks.set_choice(draft, given, plain=own_network)
     kohya_blocks.set_loraplus(draft, given, plain=own_network)
+    if draft.tool.name == "musubi-tuner":
+        musubi_patterns.set_patterns(draft, given)
     plain_page = not lycoris and kind in ("", "standard", "flux1", "sd3")
     if algorithm in ("lora", "dora", "loha", "lokr"):
         paged = not plain_page or draft.tool.name == "sd-scripts"
@@ -237,7 +240,10 @@ def _split_words(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else read_list(value)
 
 
-BY_FAMILY = {"block_dims", "block_alphas", *kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES}
+BY_FAMILY = {
+    *("block_dims", "block_alphas", *musubi_patterns.NAMES),
+    *(*kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES),
+}
 """Arguments of the network whose meaning depends on the blocks of the architecture."""
 
 

@@ -191,33 +191,6 @@ def set_simpletuner_targets(draft: Draft) -> None:
         draft.assume("adapter.targets", _match_endings(family, ATTENTION), LAYERS, BY_SIMPLETUNER)
 
 
-LYCORIS_ATTENTION = ("sdxl", "sd3", "flux", "flux_kontext", "lumina2", "aura_flow", "hidream", "wan", "wan22_5b")
-"""Architectures whose DEFAULT_LYCORIS_TARGET is ["Attention"], a class whose modules are called attn."""
-PARTS_OF_CLASS = {"Attention": "attn", "FeedForward": "ff"}
-"""Class in LyCORIS' target_module -> how the names of its modules begin."""
-
-
-def set_lycoris_targets(draft: Draft, preset: Any) -> str:
-    """Set adapter.targets from the `apply_preset` of SimpleTuner's lycoris_config, or to its default.
-
-    Returns:
-        The part of the preset that was not read; "" if there is none.
-    """
-    known = dict(preset) if isinstance(preset, dict) else {}
-    classes = known.pop("target_module", None)
-    if classes is None and draft.family in LYCORIS_ATTENTION:
-        classes = ["Attention"]
-    if not isinstance(classes, list) or not draft.family:
-        return "apply_preset" if preset else ""
-    parts = [PARTS_OF_CLASS.get(str(name), "") for name in classes]
-    own = families.get(draft.family).adapter_targets
-    targets = [name for name in own if any(part and name.startswith(part) for part in parts)]
-    if not all(parts) or not targets:
-        return "apply_preset"
-    draft.set("adapter.targets", targets, Message("LyCORIS adapts {names}", names=", ".join(map(str, classes))))
-    return f"apply_preset.{next(iter(known))}" if known else ""
-
-
 def _match_endings(family: str, endings: tuple[str, ...]) -> list[str]:
     """Return the architecture's own targets that have one of these endings, and the endings that none of them has."""
     own = families.get(family).adapter_targets
