@@ -84,6 +84,8 @@ class Family(ModelFamily):
     kohya_naming = ""
     layouts = ("diffusers", "comfy")
     reference_config = {
+        "num_layers": 16,
+        "num_single_layers": 32,
         "patch_size": 2,
         "in_channels": 16,
         "out_channels": 16,

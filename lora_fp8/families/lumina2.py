@@ -60,7 +60,7 @@ class Family(ModelFamily):
     # reads no others: its table of diffusers' names for this architecture is Z-Image's.
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers",)
-    reference_config = {"cap_feat_dim": 2304}
+    reference_config = {"cap_feat_dim": 2304, "num_layers": 26}
     sizes_from = {
         "hidden_size": "cap_embedder.1.weight[0]",
         "cap_feat_dim": "cap_embedder.1.weight[1]",

@@ -491,7 +491,7 @@ def _set_text_encoders(draft: Draft) -> None:
         else []
     )
     general = draft.get("learning_rate", read_number)
-    names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
+    names = ("CLIP-L", "CLIP-G") if model_settings.count_trained_text(draft.family) == 2 else ("CLIP",)
     by_encoder = given or ([general] if general else [])
     rates = {name: by_encoder[min(i, len(by_encoder) - 1)] for i, name in enumerate(names) if by_encoder}
     left_out = [name for name, rate in rates.items() if not rate]

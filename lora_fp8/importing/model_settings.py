@@ -444,9 +444,19 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         draft.add_todo("quantize.storage", remarks.CHOOSE_ANOTHER(name=repr(word)))
 
 
+def count_trained_text(family: str) -> int:
+    """Return how many text encoders of this family can be trained: its CLIPs."""
+    return len(families.get(family).trained_text) if family in families.list_families() else 0
+
+
 def can_train_text(family: str) -> bool:
     """Return True if text encoders of this family can be trained."""
-    return family in families.list_families() and bool(families.get(family).trained_text)
+    return count_trained_text(family) > 0
+
+
+def embeds_guidance(family: str) -> bool:
+    """Return True for a family whose denoiser takes the guidance scale as an input."""
+    return family in families.list_families() and families.get(family).embeds_guidance
 
 
 def predicts_noise(family: str) -> bool:

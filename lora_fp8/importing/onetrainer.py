@@ -781,7 +781,7 @@ def _set_resolutions(draft: Draft, tables: list[str]) -> None:
 
 def _set_text_encoders(draft: Draft, scale: float) -> None:
     """Set the text encoders: OneTrainer trains each of them, at learning_rate, unless the file says otherwise."""
-    clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
+    clips = max(1, model_settings.count_trained_text(draft.family))
     keys: list[str] = []
     rate_keys: list[str] = []
     rates: dict[str, float] = {}
