@@ -311,6 +311,32 @@ def test_what_diffusion_pipe_calls_its_models(tmp_path: Path, model: str, contro
     assert (bool(kept), lost) == (control and family != "flux2_klein", control and family == "flux2_klein")
 
 
+@pytest.mark.parametrize(
+    ("encoders", "file"),
+    [
+        ("{path = 'q.safetensors', type = 'lumina2'}", "q.safetensors"),
+        ("{paths = ['q.safetensors'], type = 'lumina2'}", "q.safetensors"),
+        ("{paths = ['q.safetensors', 'r.safetensors'], type = 'flux'}", None),
+    ],
+)
+def test_text_encoders_and_a_merged_adapter_of_diffusion_pipe(tmp_path: Path, encoders: str, file: str | None) -> None:
+    """Its supported_models.md, Z-Image: the Turbo adapter is merged while training only."""
+    model = f"type = 'z_image'\ndiffusion_model = 'z.safetensors'\ntext_encoders = [{encoders}]\n"
+    found = made(tmp_path / "a.toml", PIPE.format(model=model + "merge_adapters = ['a/turbo.safetensors']"))
+    ours = settings(found)["model"]
+    assert ours.get("files", {}).get("text_encoder") == file and ours["training_adapter"] == "a/turbo.safetensors"
+    lost = {entry.key for entry in found.no_counterpart if not entry.off and "text_encoders" in entry.key}
+    assert lost == (set() if file else {"model.text_encoders.0.paths"})
+
+
+def test_what_the_page_of_ai_toolkit_writes_for_every_model_is_no_difference(tmp_path: Path) -> None:
+    convolutions = {"type": "lora", "linear": 16, "conv": 16, "conv_alpha": 16}
+    found = made(tmp_path / "a.yaml", toolkit("zimage", {}, network=convolutions))
+    assert "network.conv" not in importing.list_differences(found).get("none", [])
+    found = made(tmp_path / "a.yaml", toolkit("sdxl", {}, network=convolutions))
+    assert "network.conv" in importing.list_differences(found)["none"]
+
+
 # --------------------------------------------------------------------------------------------------------- offloading
 
 

@@ -148,6 +148,28 @@ def test_presets_of_lycoris(tmp_path: Path, family: str, arguments: str) -> None
     assert made.settings["adapter"].get("text_encoder", False) == ("unet" not in arguments)
 
 
+@pytest.mark.parametrize(
+    ("family", "only", "without"),
+    [
+        ("hidream", [], ["ff_i.experts", "ff_i.gate"]),  # its example, config/examples/train_lora_hidream_48.yaml
+        ("flux", ["transformer.single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"], []),
+        ("flux", ["transformer_blocks.1."], ["norm", "ff_context"]),
+        ("qwen_image", ["attn"], ["add_"]),
+    ],
+)
+def test_ai_toolkits_filters_select_the_same_layers(
+    tmp_path: Path, family: str, only: list[str], without: list[str]
+) -> None:
+    """toolkit/lora_special.py: of the layers that it would adapt, those whose name contains no and one of the words."""
+    filters = {"only_if_contains": only, "ignore_if_contains": without}
+    ranks, made = adapted(ai_toolkit(tmp_path, family, network_kwargs=filters), "ai-toolkit", family)
+    every = {name: f"transformer.{name}" for name in all_linear(family, *BLOCKS[family])}
+    expected = {name for name, full in every.items() if not only or any(word in full for word in only)}
+    assert set(ranks) == {name for name in expected if not any(word in every[name] for word in without)}
+    lost = [*made.differs, *(entry for entry in made.no_counterpart if not entry.off)]
+    assert not any("network_kwargs" in entry.key for entry in lost)
+
+
 def test_alpha_of_ai_toolkits_transformers_is_the_rank(tmp_path: Path) -> None:
     for family, kind, alpha in (("flux", "lora", 16), ("flux", "lokr", 8), ("sdxl", "lora", 8)):
         made = importing.import_file(ai_toolkit(tmp_path, family, type=kind), "ai-toolkit", family)

@@ -96,7 +96,8 @@ RULES: dict[str, Rule] = {
     "model.ckpt_path": JOINT,
     "model.single_file_path": JOINT,
     **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
-    **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), map_none(remarks.NOT_MERGED)),
+    "model.merge_adapters": JOINT,
+    "model.merge_adapters.**": map_none(remarks.NOT_MERGED),
     **dict.fromkeys(PART_FILES, JOINT),
     **dict.fromkeys(("model.text_encoders", "model.text_encoders.**"), JOINT),
     "model.llama3_4bit": map_idle(),
@@ -231,6 +232,7 @@ def combine(draft: Draft) -> None:
         draft, "model.type", *model_settings.refine_kind(MODELS.get(kind, kind), why, paths, controls)
     )
     _set_path(draft)
+    _set_training_adapter(draft)
     objective_settings.set_prediction(
         draft, "model.v_pred", "v" if common_values.is_on(draft.get("model.v_pred")) else ""
     )
@@ -277,11 +279,25 @@ def _set_path(draft: Draft) -> None:
         )
     model_settings.set_model_path(draft, given[0])
     draft.report_unmatched(given[1:], Message("{key} is the base model", key=given[0]), off=True)
-    encoders = [key for key in draft.find_keys("model.text_encoders.*.paths") if key.endswith(".paths")]
-    model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
-    draft.report_unmatched(
-        draft.find_keys("model.text_encoders.**"), Message("the encoder's file shows what kind of encoder it is")
-    )
+    encoders = [*draft.find_keys("model.text_encoders.*.path"), *draft.find_keys("model.text_encoders.*.paths")]
+    for key in encoders:
+        if isinstance(draft.given[key], list) and len(draft.given[key]) == 1:
+            draft.given[key] = draft.given[key][0]
+    several = [key for key in encoders if isinstance(draft.given[key], list)]
+    single_files = [key for key in encoders if key not in several]
+    model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(single_files, "any"))
+    draft.report_unmatched(several, Message("set the file of each text encoder in model.files"))
+    kinds = [key for key in draft.given if key.startswith("model.text_encoders.")]
+    draft.report_unmatched(kinds, Message("the encoder's file shows what kind of encoder it is"), off=True)
+
+
+def _set_training_adapter(draft: Draft) -> None:
+    """Set model.training_adapter from an adapter that is merged into the model for training, and not saved."""
+    given = draft.get("model.merge_adapters", read_list) or []
+    if len(given) == 1 and isinstance(given[0], str):
+        draft.given["model.merge_adapters"] = given[0]
+        model_settings.set_training_adapter(draft, "model.merge_adapters")
+    draft.report_unmatched("model.merge_adapters", Message("this trainer has one model.training_adapter"))
 
 
 def _set_adapter(draft: Draft) -> None:

@@ -279,6 +279,17 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
             draft.report_mapped(key, {"model.files": {**files, part: path}})
 
 
+def set_training_adapter(draft: Draft, key: str) -> None:
+    """Set model.training_adapter, with a TODO if it names a file of the hub."""
+    path = draft.get(key, read_string)
+    if not path:
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
+        return
+    draft.report_mapped(key, {"model.training_adapter": path}, remarks.LOCAL_FILE)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w.-]+)?", path) and draft.find(path) is None:
+        draft.add_todo("model.training_adapter", remarks.LOCAL_FILE)
+
+
 def set_dtype(draft: Draft, key: str) -> None:
     """Set model.dtype from the mixed precision."""
     value = draft.get(key)
