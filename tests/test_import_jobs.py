@@ -606,3 +606,21 @@ def test_reasons_are_told_apart_by_what_they_are_and_not_by_their_first_words(tm
     draft.report_different("b", {"adapter.rank": 3, "preview.seed": 1}, "")
     found.differs[:], found.no_counterpart[:] = draft.lists["differs"], []
     assert importing.list_differences(found)["differs"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "told"),
+    [
+        ("lora_flux", "", True),  # flux_train_utils.py: the default is sigma_scaled
+        ("lora_flux", "model_prediction_type = 'raw'", False),
+        ("lora_sd3", "", True),  # sd3_train_network.py always scales
+        ("lora_lumina", "", False),
+    ],
+)
+def test_a_loss_that_is_weighted_by_the_noise_counts_as_a_difference(
+    tmp_path: Path, module: str, given: str, told: bool
+) -> None:
+    text = f"pretrained_model_name_or_path = 'x'\nnetwork_module = 'networks.{module}'\n{given}\n"
+    found = made(tmp_path / "a.toml", text + "network_args = ['verbose=True']\n")
+    assert ("model_prediction_type" in importing.list_differences(found).get("differs", [])) == told
+    assert "network_args" in keys(found.mapped)

@@ -158,6 +158,7 @@ def set_network(draft: Draft) -> None:
     """Set adapter.type and the settings that depend on it."""
     module = str(draft.get("network_module") or "")
     given = _read_network_arguments(draft)
+    given.pop("verbose", None)  # it only prints names
     page_type = common_values.normalize_name(draft.get("LoRA_type") or "")
     kind = page_type.removeprefix("kohya").removeprefix("lycoris")
     lycoris = _uses_lycoris(draft)
@@ -582,6 +583,14 @@ def _explain_method(draft: Draft, method: str) -> list[str]:
     return [remarks.LOGIT_NORMAL(method=method)]
 
 
+UNSCALED = ("lumina2", "anima")
+"""Flow-matching architectures whose scripts of sd-scripts train the velocity unchanged by default."""
+SCALED = Message(
+    "sd-scripts' default, sigma_scaled, weights the loss by the squared noise level; this trainer trains the velocity "
+    "unchanged, which sd-scripts calls raw"
+)
+
+
 def _set_flow_objective(draft: Draft) -> None:
     """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
@@ -592,14 +601,8 @@ def _set_flow_objective(draft: Draft) -> None:
             "model_prediction_type",
             Message("this trainer trains the model's velocity unchanged, which the other trainer calls raw"),
         )
-    elif prediction:
-        draft.notes.append(
-            Message(
-                "model_prediction_type is {type} by default in the other trainer; this trainer trains the "
-                "velocity unchanged (raw)",
-                type=repr(prediction),
-            )
-        )
+    elif prediction == "sigma_scaled" and draft.family not in UNSCALED:
+        draft.add_difference("model_prediction_type", SCALED)
     if draft.get("guidance_scale") is not None:
         draft.report_mapped("guidance_scale", {"objective.guidance": read_number(draft.get("guidance_scale"))})
     draft.report_unmatched("guidance_scale", remarks.EMPTY, off=True)

@@ -21,11 +21,11 @@ from .kohya_blocks import make_chosen_ranks, pop_arguments
 from .readers import Unfit, read_whole
 
 NAMES = ("exclude_patterns", "include_patterns")
+QWEN = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 OWN_EXCLUDES = {
     "z_image": (r".*(_modulation|_refiner).*",),
     "hunyuan_video": (r".*(img_mod|txt_mod|modulation).*",),
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "wan", "wan22_5b"), ()),
-    **dict.fromkeys(("flux_kontext", "flux2", "flux2_klein", "krea2", "ernie_image"), ()),
+    **dict.fromkeys((*QWEN, "wan", "wan22_5b", "flux_kontext", "flux2", "flux2_klein", "krea2", "ernie_image"), ()),
 }
 """Architecture -> what its network excludes beside the user's patterns, as far as we can train it (networks/lora_*.py).
 
@@ -44,6 +44,8 @@ Layer = tuple[str, str, int]
 
 def set_patterns(draft: Draft, given: dict[str, str]) -> None:
     """Set adapter.targets and adapter.ranks from the patterns, and remove them from the network's arguments."""
+    if draft.family in QWEN:
+        given.pop("exclude_mod", None)  # it adds or removes a pattern that matches no layer
     if not any(given.get(name) for name in NAMES) or draft.family not in OWN_EXCLUDES:
         return  # the caller reports these arguments by name
     try:
