@@ -217,6 +217,21 @@ def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> No
     assert target_modules.LAYERS not in [entry.key for entry in made.differs]
 
 
+@pytest.mark.parametrize(
+    ("family", "classes"),
+    [("flux", ("FluxTransformerBlock", "FluxSingleTransformerBlock")), ("qwen_image", ("QwenImageTransformerBlock",))],
+)
+def test_lycoris_adapts_whole_blocks_by_their_class(tmp_path: Path, family: str, classes: tuple[str, ...]) -> None:
+    """As in SimpleTuner's documents for FLUX."""
+    preset = {"target_module": list(classes), "module_algo_map": {name: {"factor": 16} for name in classes}}
+    config = {"algo": "lokr", "linear_dim": 10000, "full_matrix": True, "bypass_mode": True, "factor": 8}
+    write(tmp_path / "lycoris.json", config | {"apply_preset": preset})
+    data = {"model_family": family, "lora_type": "lycoris", "lycoris_config": "lycoris.json"}
+    ranks, made = adapted(write(tmp_path / "simple.json", data), "simpletuner", family)
+    assert set(ranks) == all_linear(family, *BLOCKS[family]) and made.settings["adapter"]["factor"] == 16
+    assert "lycoris_config" in [entry.key for entry in made.mapped]
+
+
 SIMPLETUNER = {
     ("flux", None): (19 * 8 + 38 * 3, ""),
     ("flux", "context"): (19 * 4, ""),
@@ -289,7 +304,7 @@ FF_RANKS = dict.fromkeys(("ff.net.0.proj", "ff.net.2"), 4)
             {},
             ["name_algo_map", "use_fnmatch"],
         ),
-        ({"target_module": ["Transformer2DModel"]}, None, {}, ["apply_preset"]),
+        ({"target_module": ["ResnetBlock2D"]}, None, {}, ["apply_preset"]),
     ],
 )
 def test_simpletuners_lycoris(

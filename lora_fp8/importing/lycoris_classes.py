@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import families
-from . import adapter_settings
+from . import adapter_settings, target_modules
 from .common_values import is_on, normalize_name, parse_decimal, parse_whole
 
 BY_DEFAULT = ("sdxl", "sd3", "flux", "flux_kontext", "lumina2", "aura_flow", "hidream", "wan", "wan22_5b")
@@ -21,6 +21,14 @@ PARTS_OF_CLASS = {
     "FeedForward": ("ff.net", "ff_context.net", "ffn.net", "img_mlp.net", "txt_mlp.net", "feed_forward.w"),
 }
 """Class -> how our targets for the layers in its modules begin."""
+BLOCK_CLASSES = {
+    **dict.fromkeys(("flux", "flux_kontext"), ("FluxTransformerBlock", "FluxSingleTransformerBlock")),
+    "sd3": ("JointTransformerBlock",),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), ("QwenImageTransformerBlock",)),
+    **dict.fromkeys(("wan", "wan22_5b"), ("WanTransformerBlock",)),
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors"), ("Transformer2DModel",)),
+}
+"""Architecture -> the classes of its blocks, which hold all layers that we adapt, and those of the modulation."""
 OPTIONS = ("algo", "factor", "full_matrix", "decompose_both", "dim", "alpha")
 """Options of a class that can be converted; `dim` and `alpha` are linear_dim and linear_alpha of the whole file."""
 
@@ -53,11 +61,15 @@ def convert_preset(family: str, config: Mapping[str, Any], kind: str) -> Preset:
         classes = ["Attention"]
     if not isinstance(classes, list) or not isinstance(own_options, dict) or not family:
         return Preset({}, ["apply_preset"] if given else [])
-    targets = {name: _list_targets(family, name) for name in dict.fromkeys([*map(str, classes), *own_options])}
+    names = dict.fromkeys([*map(str, classes), *own_options])
+    if set(names) == set(BLOCK_CLASSES.get(family, ())):
+        targets = dict.fromkeys(names, target_modules.list_layers(family))
+    else:
+        targets = {name: _list_targets(family, name) for name in names}
     if not all(targets.values()):
         return Preset({}, ["apply_preset"])
     chosen = {target for own in targets.values() for target in own}
-    every = [target for target in families.get(family).adapter_targets if target in chosen]
+    every = [target for target in target_modules.list_layers(family) if target in chosen]
     preset = _convert_options(config, own_options, kind, targets)
     return Preset({"adapter.targets": every} | preset.settings, [*preset.unread, *sorted(known)])
 
@@ -89,7 +101,9 @@ def _convert_options(
         differing += ["algo"] if values["algo"] != _name_algorithm(whole["algo"]) else []
         differing += [key for key in own if key not in OPTIONS]
         preset.unread += [f"{where}.{key}" for key in dict.fromkeys(differing)]
-        if values["rank"] != first["rank"]:
+        if values["rank"] != first["rank"] and targets[name] == next(iter(targets.values())):
+            preset.unread.append(f"{where}.dim")  # of blocks with the same targets
+        elif values["rank"] != first["rank"]:
             preset.settings.setdefault("adapter.ranks", {}).update(dict.fromkeys(targets[name], values["rank"]))
     return preset
 

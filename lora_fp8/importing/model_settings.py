@@ -318,7 +318,9 @@ def set_caption_tokens(draft: Draft) -> None:
     elif not draft.family:
         draft.wait(key)
     elif not _has_trait(draft, "long_captions"):
-        draft.report_unmatched(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
+        # sd-scripts ignores it for FLUX, SD3 and Lumina, and the pages write it for every model.
+        ignored = str(draft.get(key)) == "75" or not predicts_noise(draft.family)
+        draft.report_unmatched(key, remarks.PROMPT_LENGTH, off=ignored)
     else:
         # sd-scripts cuts as many whole chunks as fit; lora-scripts' page writes 255.
         given = draft.get(key, read_whole)
@@ -360,8 +362,8 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
         draft.wait(key)
     elif not _has_trait(draft, "clip_skip"):
         usual = str(draft.get(key)) == ("0" if from_zero else "1")
-        # sd-scripts ignores clip_skip for SDXL; OneTrainer counts from the layer that SDXL uses.
-        ignored = draft.family == "sdxl" and not from_zero
+        # sd-scripts ignores clip_skip but for SD 1.5 and 2; OneTrainer counts from the layer that the model uses.
+        ignored = (draft.family == "sdxl" or not predicts_noise(draft.family)) and not from_zero
         draft.report_unmatched(
             key, ALWAYS_PENULTIMATE if draft.family == "sdxl" else remarks.CLIP_SKIP, off=usual or ignored
         )

@@ -458,6 +458,7 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     made |= preset.settings
     known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora", "apply_preset"}
     known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
+    known.add("bypass_mode")  # how the same sum is computed
     if rest := sorted([*(inner.keys() - known), *preset.unread]):
         draft.report_different("lycoris_config", made, NOT_CONVERTED(names=", ".join(rest)))
     draft.report_mapped(keys, made)
