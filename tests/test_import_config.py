@@ -661,8 +661,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
         f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug|{LAYERS}",
-        "dataset.resolution|network.network_args"
-        "|saving.sample_sampler|saving.huggingface_token",
+        "dataset.resolution|network.network_args|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
         "bucket_no_upscale|mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"

@@ -349,6 +349,35 @@ def test_a_filter_reaches_the_modulation_where_it_names_it(tmp_path: Path, words
     assert any("norm" in name for name in ranks) == blocks
 
 
+@pytest.mark.parametrize(
+    ("family", "filters", "is_regex"),
+    [
+        ("flux", "attn,ff.net", False),
+        ("flux", "transformer_blocks.3.,single_transformer_blocks.7.proj_out", False),
+        # Its presets of Z-Image: BaseZImageSetup.py.
+        ("z_image", "^(?=.*attention)(?!.*refiner).*, ^(?=.*feed_forward)(?!.*refiner).*", True),
+        ("z_image", "layers", False),
+        ("z_image", "attention", False),
+        ("qwen_image", r"transformer_blocks\.(0|7|59)\.attn", True),
+        ("chroma", "attn", False),
+    ],
+)
+def test_onetrainers_filters_select_the_same_layers(tmp_path: Path, family: str, filters: str, is_regex: bool) -> None:
+    path = onetrainer(tmp_path, layer_filter=filters, layer_filter_regex=is_regex)
+    ranks, made = adapted(path, "onetrainer", family)
+    found = [re.compile(word.strip() if is_regex else re.escape(word.strip())) for word in filters.split(",")]
+    assert set(ranks) == {name for name in all_linear(family, "") if any(word.search(name) for word in found)}
+    assert set(ranks.values()) == {8} and "layer_filter" in [entry.key for entry in made.mapped]
+
+
+def test_a_filter_that_may_select_layers_outside_of_blocks_is_told(tmp_path: Path) -> None:
+    for words, is_regex in (("norm", False), ("proj_out", False), ("lin.*", True)):
+        made = importing.import_file(
+            onetrainer(tmp_path, layer_filter=words, layer_filter_regex=is_regex), "onetrainer", "flux"
+        )
+        assert "layer_filter" in [key for names in importing.list_differences(made).values() for key in names]
+
+
 def test_an_empty_filter_of_a_transformer_is_told(tmp_path: Path) -> None:
     ranks, made = adapted(onetrainer(tmp_path, layer_filter=""), "onetrainer", "flux")
     assert set(ranks) == all_linear("flux", *JOINT)
