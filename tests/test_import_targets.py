@@ -370,6 +370,22 @@ def test_onetrainers_filters_select_the_same_layers(tmp_path: Path, family: str,
     assert set(ranks.values()) == {8} and "layer_filter" in [entry.key for entry in made.mapped]
 
 
+@pytest.mark.parametrize(
+    ("family", "file_format", "told"),
+    [
+        ("flux", "KOHYA", True),
+        ("flux", "SAFETENSORS", False),
+        ("qwen_image", "COMFY", False),
+        ("z_image", "COMFY", True),
+    ],
+)
+def test_onetrainer_fuses_layers_for_some_formats(tmp_path: Path, family: str, file_format: str, told: bool) -> None:
+    path = onetrainer(tmp_path, layer_filter="attn,attention", output_model_format=file_format)
+    made = importing.import_file(path, "onetrainer", family)
+    assert (target_modules.ONE_LORA(tool="OneTrainer") in [entry.note for entry in made.differs]) == told
+    assert "output_model_format" not in importing.list_differences(made).get("none", [])
+
+
 def test_a_filter_that_may_select_layers_outside_of_blocks_is_told(tmp_path: Path) -> None:
     for words, is_regex in (("norm", False), ("proj_out", False), ("lin.*", True)):
         made = importing.import_file(

@@ -197,7 +197,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "blocks_to_swap": JOINT,
     "block_swap_h2d_only": map_idle(remarks.BELONGS_TO(key="blocks_to_swap")),
     "cpu_offload_checkpointing": map_none(remarks.RECOMPUTED),
-    "split_mode": map_none(Message("sd-scripts has deprecated this setting; FP8 storage replaces it")),
+    "split_mode": map_idle(Message("sd-scripts has deprecated this setting; FP8 storage replaces it")),
     "train_blocks": map_none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,

@@ -536,6 +536,12 @@ def _set_adapter(draft: Draft) -> None:
             adapter_settings.set_filter(draft, filters, words, [], rank)
             target_modules.widen_for_filter(draft, words)
     draft.report_unmatched(filters, NO_PART, off=not names)
+    if str(draft.get("output_model_format")).upper() in FUSED_FORMATS:
+        target_modules.report_fused_originals(draft)
+
+
+FUSED_FORMATS = ("ORIGINAL", "KOHYA", "COMFY")
+"""Formats of a LoRA for which OneTrainer trains the layers that the makers' code fuses as one (FusedModule.py)."""
 
 
 def _set_selected_layers(draft: Draft, keys: list[str], words: list[str], rank: int) -> bool:

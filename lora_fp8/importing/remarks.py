@@ -203,7 +203,7 @@ OF_THE_RUN = {
     note.template
     for note in (
         *(UPLOAD, RESUMES, LOGGING, OTHER_CACHE, NO_SAMPLER, NO_SWAP, COUNTS_STEPS, COUNTS_CHECKPOINTS, SHARDED),
-        *(NEEDS_QUANTIZED, ONE_COMPILE_MODE, TITLES, DESCRIPTION, LAYOUTS),
+        *(NEEDS_QUANTIZED, ONE_COMPILE_MODE, TITLES, DESCRIPTION, LAYOUTS, FILE_FORMAT),
     )
 }
 """Templates of reasons that are about how a training runs and what it saves, and not about what it learns."""

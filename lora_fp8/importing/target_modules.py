@@ -132,6 +132,14 @@ def report_fused(draft: Draft, split: bool = False) -> None:
         draft.add_difference(LAYERS, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
 
 
+def report_fused_originals(draft: Draft) -> None:
+    """Report that the tool trains as one LoRA what is one layer in the makers' code, for whatever architecture."""
+    if draft.family in families.list_families() and not _is_of_another_kind(draft):
+        rows = families.get(draft.family).native_layers
+        if any("#" in ours and len(ours.split()) > 1 for _, ours in rows):
+            draft.add_difference(LAYERS, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
+
+
 def widen_for_filter(draft: Draft, words: list[str]) -> None:
     """Write the layers of whole blocks if a filter by parts of names may select those beside our own."""
     endings = families.get(draft.family).further_layers.get("blocks", ()) if draft.family else ()
