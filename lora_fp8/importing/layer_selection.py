@@ -17,8 +17,8 @@ from . import target_modules
 from .kohya_blocks import make_chosen_ranks
 from .readers import Unfit
 
-MOST_LENGTH, MOST_REPEATS = 200, 4
-"""Limits of an expression: with more repeats, matching could take hours."""
+MOST_LENGTH, MOST_REPEATS, MOST_PATTERNS = 200, 4, 100
+"""Limits of an expression, and of a list: with more repeats, matching could take hours."""
 SLOW = re.compile(r"\)[*+{?]|\(\?[^=!]|\\[1-9]")
 """Matches repeats of a group, other groups than lookaheads, and references to groups."""
 
@@ -37,6 +37,13 @@ def compile_simple(pattern: Any) -> re.Pattern[str]:
         with contextlib.suppress(re.error):  # told below
             return re.compile(pattern)
     raise Unfit(Message("{value} is not a simple regular expression", value=repr(pattern)))
+
+
+def compile_all(patterns: Sequence[Any]) -> list[re.Pattern[str]]:
+    """Compile regular expressions; see `compile_simple`. Raises Unfit for more than anybody writes."""
+    if len(patterns) > MOST_PATTERNS:
+        raise Unfit(Message("there are more than {most} regular expressions", most=MOST_PATTERNS))
+    return [compile_simple(pattern) for pattern in patterns]
 
 
 def names_blocks_only(family: str, pattern: str) -> bool:

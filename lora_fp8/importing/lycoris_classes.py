@@ -71,7 +71,7 @@ def convert_preset(family: str, config: Mapping[str, Any], kind: str) -> Preset:
     chosen = {target for own in targets.values() for target in own}
     every = [target for target in target_modules.list_layers(family) if target in chosen]
     preset = _convert_options(config, own_options, kind, targets)
-    return Preset({"adapter.targets": every} | preset.settings, [*preset.unread, *sorted(known)])
+    return Preset({"adapter.targets": every} | preset.settings, [*preset.unread, *sorted(map(str, known))])
 
 
 def _list_targets(family: str, name: str) -> list[str]:

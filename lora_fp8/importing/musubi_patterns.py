@@ -61,7 +61,7 @@ def _parse_patterns(text: str) -> list[re.Pattern[str]]:
         patterns = text
     if not isinstance(patterns, list | tuple):
         raise Unfit(Message("{value} is not a list", value=repr(text)))
-    return [layer_selection.compile_simple(pattern) for pattern in patterns]
+    return layer_selection.compile_all(patterns)
 
 
 def _make_settings(

@@ -558,7 +558,7 @@ def _set_selected_layers(draft: Draft, keys: list[str], words: list[str], rank: 
     if not all(layer_selection.names_blocks_only(draft.family, word) for word in words):
         return False
     try:
-        patterns = [layer_selection.compile_simple(word if is_regex else re.escape(word)) for word in words]
+        patterns = layer_selection.compile_all([word if is_regex else re.escape(word) for word in words])
         settings = layer_selection.make_settings(
             draft.family, lambda name: any(pattern.search(name) for pattern in patterns), rank
         )
