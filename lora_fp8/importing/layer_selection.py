@@ -17,7 +17,7 @@ from . import target_modules
 from .kohya_blocks import make_chosen_ranks
 from .readers import Unfit
 
-MOST_LENGTH, MOST_REPEATS, MOST_PATTERNS = 200, 4, 100
+MOST_LENGTH, MOST_REPEATS, MOST_PATTERNS = 200, 3, 100
 """Limits of an expression, and of a list: with more repeats, matching could take hours."""
 SLOW = re.compile(r"\)[*+{?]|\(\?[^=!]|\\[1-9]")
 """Matches repeats of a group, other groups than lookaheads, and references to groups."""
