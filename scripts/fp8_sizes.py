@@ -6,7 +6,7 @@ Sizes are counted on torch's meta device from `reference_config`, without weight
 `precision.quantize_` stores it, scales included. Norms and the layers of `keep_precise` stay in bf16.
 """
 
-import sys
+import argparse
 
 import diffusers
 import torch
@@ -36,6 +36,16 @@ def format_row(name: str) -> str:
     return f"| `{name}` | {wide / 1e9:.2f} | {narrow / 1e9:.2f} | {100 * (1 - narrow / wide):.0f} % |"
 
 
-if __name__ == "__main__":
-    for family in sys.argv[1:] or families.list_families():
+def main() -> None:
+    """Print the rows of the families named on the command line, or of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all families")
+    given, known = parser.parse_args().families, families.list_families()
+    if unknown := sorted(set(given) - set(known)):
+        parser.error(f"{', '.join(unknown)}: unknown; the families are {', '.join(known)}")
+    for family in given or known:
         print(format_row(family), flush=True)
+
+
+if __name__ == "__main__":
+    main()

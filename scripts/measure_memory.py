@@ -10,9 +10,9 @@ a minute for a large model. Run it again for a family whose numbers tests/test_r
 No model is downloaded: see lora_fp8/families/_released.py.
 """
 
+import argparse
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,12 @@ def measure(name: str, folder: Path, base: str = "") -> dict[str, Any]:
 
 def main() -> None:
     """Measure the families named on the command line, or all, and write the file after each."""
-    for name in sys.argv[1:] or [*families.list_families(), *OTHER_SIZES]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="FAMILY | BASE", help="a family, or the id of a known base")
+    given, every = parser.parse_args().names, families.list_families()
+    if unknown := [name for name in given if name not in every and known_bases.get(name) is None]:
+        parser.error(f"{', '.join(unknown)}: neither a known base nor a family; the families are {', '.join(every)}")
+    for name in given or [*every, *OTHER_SIZES]:
         known_base = known_bases.get(name)
         with tempfile.TemporaryDirectory() as folder:
             found = measure(known_base.family, Path(folder), name) if known_base else measure(name, Path(folder))

@@ -14,6 +14,18 @@ fp8_sizes = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fp8_sizes)
 
 
+@pytest.mark.parametrize(
+    ("argument", "code", "told"), [("--help", 0, "default: all"), ("dall_e", 2, "dall_e: unknown")]
+)
+def test_the_script_takes_names_of_families_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, code: int, told: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fp8_sizes.py", argument])
+    with pytest.raises(SystemExit) as stopped:
+        fp8_sizes.main()
+    assert stopped.value.code == code and told in "".join(capsys.readouterr())
+
+
 def table(name: str) -> list[str]:
     lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("| `") and line.split("`")[1] in families.list_families()]

@@ -414,7 +414,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8", "scale": "1x64"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "adapter": {
+            "type": "lora",
+            "rank": 32,
+            "alpha": 16.0,
+            # As its pattern for the modulation matches no layer, musubi-tuner adapts that too.
+            "targets": [*families.get("qwen_image").adapter_targets, "img_mod.1", "txt_mod.1"],
+        },
         "dataset": {
             "resolution": 704,
             "buckets": True,
@@ -655,8 +661,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
         f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug|{LAYERS}",
-        "dataset.resolution|network.network_args|dataset.max_token_length"
-        "|saving.sample_sampler|saving.huggingface_token",
+        "dataset.resolution|network.network_args|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
         "bucket_no_upscale|mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
@@ -684,8 +689,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "musubi_wan_dataset.toml: general.bucket_no_upscale|"
         "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
         "|save_every_n_steps|min_timestep|max_timestep",
-        "t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
-        "|musubi_wan_dataset.toml: datasets.1.cache_directory",
+        "t5|musubi_wan_dataset.toml: datasets.0.cache_directory|musubi_wan_dataset.toml: datasets.1.cache_directory",
     ),
     "diffusion_pipe_flux.toml": (
         "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"
@@ -2530,7 +2534,7 @@ def test_lycoris_adapts_convolutions_unless_its_preset_leaves_them_out(tmp_path:
 
     assert "conv1" in adapter("'algo=loha'")["targets"] and "ranks" not in adapter("'algo=loha'")
     assert adapter("'algo=loha', 'conv_dim=0'").get("targets") == adapter("'algo=loha'")["targets"], "0: as network_dim"
-    for plain in ("'algo=lokr', 'preset=attn-mlp'", "'algo=diag-oft'"):
-        assert "targets" not in adapter(plain)
+    assert adapter("'algo=lokr', 'preset=attn-mlp'")["targets"] == list(families.get("sdxl").adapter_targets)
+    assert "targets" not in adapter("'algo=diag-oft'")
     for plain in ("", "'conv_dim=0'", "'conv_alpha=1'"):
         assert "targets" not in adapter(plain, "networks.lora")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lora_fp8 import cli, importing
-from lora_fp8.errors import UserError
-from lora_fp8.importing import import_draft, source_files
+from lora_fp8.errors import Message, UserError
+from lora_fp8.importing import import_draft, readers, remarks, source_files
 from webui import translations
 
 
@@ -311,6 +311,32 @@ def test_what_diffusion_pipe_calls_its_models(tmp_path: Path, model: str, contro
     assert (bool(kept), lost) == (control and family != "flux2_klein", control and family == "flux2_klein")
 
 
+@pytest.mark.parametrize(
+    ("encoders", "file"),
+    [
+        ("{path = 'q.safetensors', type = 'lumina2'}", "q.safetensors"),
+        ("{paths = ['q.safetensors'], type = 'lumina2'}", "q.safetensors"),
+        ("{paths = ['q.safetensors', 'r.safetensors'], type = 'flux'}", None),
+    ],
+)
+def test_text_encoders_and_a_merged_adapter_of_diffusion_pipe(tmp_path: Path, encoders: str, file: str | None) -> None:
+    """Its supported_models.md, Z-Image: the Turbo adapter is merged while training only."""
+    model = f"type = 'z_image'\ndiffusion_model = 'z.safetensors'\ntext_encoders = [{encoders}]\n"
+    found = made(tmp_path / "a.toml", PIPE.format(model=model + "merge_adapters = ['a/turbo.safetensors']"))
+    ours = settings(found)["model"]
+    assert ours.get("files", {}).get("text_encoder") == file and ours["training_adapter"] == "a/turbo.safetensors"
+    lost = {entry.key for entry in found.no_counterpart if not entry.off and "text_encoders" in entry.key}
+    assert lost == (set() if file else {"model.text_encoders.0.paths"})
+
+
+def test_what_the_page_of_ai_toolkit_writes_for_every_model_is_no_difference(tmp_path: Path) -> None:
+    convolutions = {"type": "lora", "linear": 16, "conv": 16, "conv_alpha": 16}
+    found = made(tmp_path / "a.yaml", toolkit("zimage", {}, network=convolutions))
+    assert "network.conv" not in importing.list_differences(found).get("none", [])
+    found = made(tmp_path / "a.yaml", toolkit("sdxl", {}, network=convolutions))
+    assert "network.conv" in importing.list_differences(found)["none"]
+
+
 # --------------------------------------------------------------------------------------------------------- offloading
 
 
@@ -565,3 +591,36 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
     assert importing.describe_verdict(found).endswith("1 setting has no counterpart (network_dim)")
     assert settings(found)["adapter"]["rank"] == 16
+
+
+def test_reasons_are_told_apart_by_what_they_are_and_not_by_their_first_words(tmp_path: Path) -> None:
+    assert remarks.is_of_the_run(remarks.UPLOAD) and remarks.is_of_the_run(readers.hide(remarks.COUNTS_STEPS))
+    assert remarks.is_of_the_run(remarks.join([remarks.UPLOAD, remarks.RESUMES]))
+    assert not remarks.is_of_the_run(remarks.join([remarks.UPLOAD, remarks.NOT_HERE]))
+    assert not remarks.is_of_the_run(Message("checkpoint.every counts steps, which changes the loss"))
+    found = made(tmp_path / "a.yaml", toolkit("flux", {}))
+    draft = import_draft.Draft(found.tool, source_files.read_source(tmp_path / "a.yaml"), "", "flux")
+    draft.given |= {"a": 1, "b": 1}
+    draft.labels |= {"a": "a", "b": "b"}
+    draft.report_different("a", {"preview.prompts": "a cat, train.seed = 3"}, "as it is written")
+    draft.report_different("b", {"adapter.rank": 3, "preview.seed": 1}, "")
+    found.differs[:], found.no_counterpart[:] = draft.lists["differs"], []
+    assert importing.list_differences(found)["differs"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "told"),
+    [
+        ("lora_flux", "", True),  # flux_train_utils.py: the default is sigma_scaled
+        ("lora_flux", "model_prediction_type = 'raw'", False),
+        ("lora_sd3", "", True),  # sd3_train_network.py always scales
+        ("lora_lumina", "", False),
+    ],
+)
+def test_a_loss_that_is_weighted_by_the_noise_counts_as_a_difference(
+    tmp_path: Path, module: str, given: str, told: bool
+) -> None:
+    text = f"pretrained_model_name_or_path = 'x'\nnetwork_module = 'networks.{module}'\n{given}\n"
+    found = made(tmp_path / "a.toml", text + "network_args = ['verbose=True']\n")
+    assert ("model_prediction_type" in importing.list_differences(found).get("differs", [])) == told
+    assert "network_args" in keys(found.mapped)

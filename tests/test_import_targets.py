@@ -5,6 +5,7 @@ denoisers at full size; and by the numbers of modules that sd-scripts' files of 
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from lora_fp8 import adapters, families, importing
 from lora_fp8.importing import target_modules
-from lora_fp8.lora_files import layouts
+from lora_fp8.lora_files import layouts, naming
 from lora_fp8.settings import Adapter
 
 
@@ -51,13 +52,23 @@ def all_linear(family: str, *blocks: str) -> set[str]:
 
 
 JOINT = ("transformer_blocks.", "single_transformer_blocks.")
-BLOCKS = {
+BLOCKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "hunyuan_video", "sd3"), JOINT),
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), JOINT),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "anima"), JOINT),
     "z_image": ("layers.",),
+    "ideogram4": ("layers.",),
     "lumina2": ("layers.", "noise_refiner.", "context_refiner."),
+    "aura_flow": ("joint_transformer_blocks.", "single_transformer_blocks."),
+    "hidream": ("double_stream_blocks.", "single_stream_blocks."),
+    "krea2": ("transformer_blocks.",),
 }
 """Architecture -> beginnings of the names of its blocks, in diffusers."""
+MORE_BLOCKS = {
+    ("diffusion-pipe", "z_image"): ("noise_refiner.", "context_refiner."),  # of the same class
+    ("ai-toolkit", "krea2"): ("text_fusion.layerwise_blocks.", "text_fusion.refiner_blocks."),  # "blocks" in its name
+    ("musubi-tuner", "krea2"): ("",),  # KREA2_TARGET_REPLACE_MODULES = None
+}
+"""(tool, architecture) -> beginnings of the other names that it adapts."""
 
 
 def ai_toolkit(tmp_path: Path, family: str, **network: Any) -> Path:
@@ -71,16 +82,92 @@ def diffusion_pipe(tmp_path: Path, family: str) -> Path:
     return write(tmp_path / "pipe.toml", "[model]\ntype = 'x'\n[adapter]\ntype = 'lora'\nrank = 16\n")
 
 
-@pytest.mark.parametrize("family", sorted(target_modules.WHOLE_BLOCKS_OF["diffusion-pipe"]))
-def test_ai_toolkit_and_diffusion_pipe_adapt_every_linear_layer_of_the_blocks(tmp_path: Path, family: str) -> None:
-    expected = all_linear(family, *BLOCKS[family])
-    for tool, write_file in (("ai-toolkit", ai_toolkit), ("diffusion-pipe", diffusion_pipe)):
-        if family in target_modules.WHOLE_BLOCKS_OF[tool]:
-            ranks, made = adapted(write_file(tmp_path, family), tool, family)
-            assert set(ranks) == expected, tool
-            # Z-Image's refiners are told: they are blocks to diffusion-pipe, and not to ai-toolkit.
-            told = [entry.note for entry in made.differs if entry.key == target_modules.LAYERS]
-            assert bool(told) == (family in ("z_image", "hunyuan_video") and tool == "diffusion-pipe")
+def musubi(tmp_path: Path, family: str, arguments: str = "") -> Path:
+    text = (
+        f"dit = 'm.safetensors'\nnetwork_module = 'networks.lora_x'\nnetwork_dim = 16\nnetwork_args = [{arguments}]\n"
+    )
+    return write(tmp_path / "musubi.toml", text)
+
+
+WRITERS = {"ai-toolkit": ai_toolkit, "diffusion-pipe": diffusion_pipe, "musubi-tuner": musubi}
+FURTHER = [(tool, family) for tool, places in target_modules.FURTHER_LAYERS.items() for family in places]
+
+
+@pytest.mark.parametrize(("tool", "family"), FURTHER)
+def test_what_a_tool_adapts_is_what_its_own_rule_selects(tmp_path: Path, tool: str, family: str) -> None:
+    """Every linear layer of the blocks that the tool names, as counted on the denoiser of the released model."""
+    ranks, made = adapted(WRITERS[tool](tmp_path, family), tool, family)
+    assert set(ranks) == all_linear(family, *BLOCKS[family], *MORE_BLOCKS.get((tool, family), ()))
+    told = {entry.note for entry in made.differs if entry.key == target_modules.LAYERS}
+    fused = {target_modules.ONE_LORA(tool=tool)} if family in target_modules.FUSED[tool] else set()
+    assert told == fused | ({target_modules.LLM_ADAPTER} if family == "anima" else set())
+
+
+@pytest.mark.parametrize(("tool", "families_"), list(target_modules.FUSED.items()))
+def test_one_lora_for_q_k_and_v_is_told_where_the_original_has_one_layer(
+    tmp_path: Path, tool: str, families_: set[str]
+) -> None:
+    for family in families_:
+        native = [ours for _, ours in families.get(family).native_layers if len(ours.split()) > 1]
+        assert native, f"{family}: its original has no fused layers"
+        made = importing.import_file(WRITERS[tool](tmp_path, family), tool, family)
+        assert target_modules.ONE_LORA(tool=tool) in [entry.note for entry in made.differs]
+        assert "same training: no" in importing.report(made)[-1]
+
+
+def test_diffusion_pipe_adapts_the_linear_layers_of_a_unets_blocks(tmp_path: Path) -> None:
+    ranks, made = adapted(diffusion_pipe(tmp_path, "sdxl"), "diffusion-pipe", "sdxl")
+    assert set(ranks) == all_linear("sdxl", "down_blocks.", "mid_block.", "up_blocks.")
+    assert target_modules.TEXT_PROJECTION in [entry.note for entry in made.differs]
+    path = diffusion_pipe(tmp_path, "sdxl")
+    text = path.read_text().replace("'x'", "'x'\ntext_encoder_1_lr = 0\ntext_encoder_2_lr = 0")
+    made = importing.import_file(write(path, text), "diffusion-pipe", "sdxl")
+    assert target_modules.LAYERS not in [entry.key for entry in made.differs]
+
+
+LYCORIS = {
+    ("flux", "'preset=attn-mlp'"): 19 * 14 + 38 * 6,
+    ("flux", ""): 19 * 14 + 38 * 6,
+    ("sdxl", "'preset=attn-only'"): 70 * 8,
+    ("sdxl", "'preset=unet-transformer-only'"): 722,
+    ("sdxl", "'preset=full-lin'"): 722 + 17 + 11 + 2,
+    ("sdxl", "'preset=unet-convblock-only'"): 17 * 3 + 11 + 4 + 2,
+}
+"""(architecture, network arguments) -> how many layers LyCORIS adapts, in diffusers' naming (lycoris/config.py)."""
+
+
+@pytest.mark.parametrize(("family", "arguments"), list(LYCORIS))
+def test_presets_of_lycoris(tmp_path: Path, family: str, arguments: str) -> None:
+    text = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'lycoris.kohya'\nnetwork_dim = 4\n"
+    text += f"learning_rate = 1e-4\nnetwork_args = ['algo=loha', {arguments}]\n"
+    ranks, made = adapted(write(tmp_path / "kohya.toml", text), "sd-scripts", family)
+    assert len(ranks) == LYCORIS[family, arguments]
+    assert "network_args" not in [entry.key for entry in made.no_counterpart if not entry.off]
+    fused = target_modules.ONE_LORA(tool="sd-scripts") in [entry.note for entry in made.differs]
+    assert fused == (family == "flux")
+    assert made.settings["adapter"].get("text_encoder", False) == ("unet" not in arguments)
+
+
+@pytest.mark.parametrize(
+    ("family", "only", "without"),
+    [
+        ("hidream", [], ["ff_i.experts", "ff_i.gate"]),  # its example, config/examples/train_lora_hidream_48.yaml
+        ("flux", ["transformer.single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"], []),
+        ("flux", ["transformer_blocks.1."], ["norm", "ff_context"]),
+        ("qwen_image", ["attn"], ["add_"]),
+    ],
+)
+def test_ai_toolkits_filters_select_the_same_layers(
+    tmp_path: Path, family: str, only: list[str], without: list[str]
+) -> None:
+    """toolkit/lora_special.py: of the layers that it would adapt, those whose name contains no and one of the words."""
+    filters = {"only_if_contains": only, "ignore_if_contains": without}
+    ranks, made = adapted(ai_toolkit(tmp_path, family, network_kwargs=filters), "ai-toolkit", family)
+    every = {name: f"transformer.{name}" for name in all_linear(family, *BLOCKS[family])}
+    expected = {name for name, full in every.items() if not only or any(word in full for word in only)}
+    assert set(ranks) == {name for name in expected if not any(word in every[name] for word in without)}
+    lost = [*made.differs, *(entry for entry in made.no_counterpart if not entry.off)]
+    assert not any("network_kwargs" in entry.key for entry in lost)
 
 
 def test_alpha_of_ai_toolkits_transformers_is_the_rank(tmp_path: Path) -> None:
@@ -130,10 +217,19 @@ def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> No
     assert target_modules.LAYERS not in [entry.key for entry in made.differs]
 
 
-def test_the_network_arguments_of_musubi_leave_the_modulation_out(tmp_path: Path) -> None:
-    text = "dit = 'm.safetensors'\nnetwork_module = 'networks.lora_qwen_image'\nnetwork_dim = 4\n"
-    made = importing.import_file(write(tmp_path / "musubi.toml", text), "musubi-tuner", "qwen_image")
-    assert "targets" not in made.settings["adapter"]
+@pytest.mark.parametrize(
+    ("family", "classes"),
+    [("flux", ("FluxTransformerBlock", "FluxSingleTransformerBlock")), ("qwen_image", ("QwenImageTransformerBlock",))],
+)
+def test_lycoris_adapts_whole_blocks_by_their_class(tmp_path: Path, family: str, classes: tuple[str, ...]) -> None:
+    """As in SimpleTuner's documents for FLUX."""
+    preset = {"target_module": list(classes), "module_algo_map": {name: {"factor": 16} for name in classes}}
+    config = {"algo": "lokr", "linear_dim": 10000, "full_matrix": True, "bypass_mode": True, "factor": 8}
+    write(tmp_path / "lycoris.json", config | {"apply_preset": preset})
+    data = {"model_family": family, "lora_type": "lycoris", "lycoris_config": "lycoris.json"}
+    ranks, made = adapted(write(tmp_path / "simple.json", data), "simpletuner", family)
+    assert set(ranks) == all_linear(family, *BLOCKS[family]) and made.settings["adapter"]["factor"] == 16
+    assert "lycoris_config" in [entry.key for entry in made.mapped]
 
 
 SIMPLETUNER = {
@@ -168,23 +264,64 @@ def test_an_unknown_flux_lora_target_is_told(tmp_path: Path) -> None:
     assert ["flux_lora_target"] == [entry.key for entry in made.no_counterpart if not entry.off]
 
 
+BOTH = {"target_module": ["Attention", "FeedForward"]}
+FF_RANKS = dict.fromkeys(("ff.net.0.proj", "ff.net.2"), 4)
+
+
 @pytest.mark.parametrize(
-    ("preset", "parts", "unread"),
+    ("preset", "parts", "ours", "unread"),
     [
-        (None, ("attn",), False),
-        ({"target_module": ["Attention", "FeedForward"]}, ("attn", "ff"), False),
-        ({"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 4}}}, ("attn",), True),
-        ({"target_module": ["Transformer2DModel"]}, None, True),
+        (None, ("attn",), {}, []),
+        (BOTH, ("attn", "ff"), {}, []),
+        (
+            {"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 4}}},
+            ("attn",),
+            {"factor": 4},
+            [],
+        ),
+        # The keys of module_algo_map are targets too.
+        (
+            {"target_module": ["Attention"], "module_algo_map": {"FeedForward": {"factor": 16, "dim": 4, "alpha": 2}}},
+            ("attn", "ff"),
+            {"ranks": FF_RANKS},
+            [],
+        ),
+        (
+            BOTH | {"module_algo_map": {"Attention": {"factor": 8}, "FeedForward": {"factor": 4}}},
+            ("attn", "ff"),
+            {"factor": 8},
+            ["module_algo_map.FeedForward.factor"],
+        ),
+        (
+            BOTH | {"module_algo_map": {"FeedForward": {"dim": 4, "algo": "loha", "use_tucker": True}}},
+            ("attn", "ff"),
+            {"ranks": FF_RANKS},
+            [f"module_algo_map.FeedForward.{key}" for key in ("scale", "algo", "use_tucker")],
+        ),
+        (
+            BOTH | {"name_algo_map": {"down_blocks*": {"dim": 4}}, "use_fnmatch": True},
+            ("attn", "ff"),
+            {},
+            ["name_algo_map", "use_fnmatch"],
+        ),
+        ({"target_module": ["ResnetBlock2D"]}, None, {}, ["apply_preset"]),
     ],
 )
-def test_simpletuners_lycoris(tmp_path: Path, preset: Any, parts: tuple[str, ...] | None, unread: bool) -> None:
-    write(tmp_path / "lycoris.json", {"algo": "lokr", "linear_dim": 8} | ({"apply_preset": preset} if preset else {}))
+def test_simpletuners_lycoris(
+    tmp_path: Path, preset: Any, parts: tuple[str, ...] | None, ours: dict[str, Any], unread: list[str]
+) -> None:
+    config = {"algo": "lokr", "linear_dim": 8, "linear_alpha": 4, "factor": 16}
+    write(tmp_path / "lycoris.json", config | ({"apply_preset": preset} if preset else {}))
     data = {"model_family": "sdxl", "lora_type": "lycoris", "lycoris_config": "lycoris.json"}
     made = importing.import_file(write(tmp_path / "simple.json", data), "simpletuner")
     own = families.get("sdxl").adapter_targets
     expected = None if parts is None else [name for name in own if name.startswith(parts)]
-    assert made.settings["adapter"].get("targets") == expected
-    assert any("apply_preset" in note for note in made.notes) == unread
+    adapter = made.settings["adapter"]
+    assert adapter.get("targets") == expected and adapter["factor"] == ours.get("factor", 16)
+    assert (adapter["rank"], adapter["alpha"], adapter.get("ranks", {})) == (8, 4, ours.get("ranks", {}))
+    told = "".join(entry.note for entry in made.differs if entry.key == "lycoris_config")
+    assert all(part in told for part in unread) and bool(told) == bool(unread)
+    assert ("lycoris_config" in importing.list_differences(made).get("differs", [])) == bool(unread)
 
 
 def onetrainer(tmp_path: Path, **more: Any) -> Path:
@@ -212,8 +349,110 @@ def test_a_filter_reaches_the_modulation_where_it_names_it(tmp_path: Path, words
     assert any("norm" in name for name in ranks) == blocks
 
 
+@pytest.mark.parametrize(
+    ("family", "filters", "is_regex"),
+    [
+        ("flux", "attn,ff.net", False),
+        ("flux", "transformer_blocks.3.,single_transformer_blocks.7.proj_out", False),
+        # Its presets of Z-Image: BaseZImageSetup.py.
+        ("z_image", "^(?=.*attention)(?!.*refiner).*, ^(?=.*feed_forward)(?!.*refiner).*", True),
+        ("z_image", "layers", False),
+        ("z_image", "attention", False),
+        ("qwen_image", r"transformer_blocks\.(0|7|59)\.attn", True),
+        ("chroma", "attn", False),
+    ],
+)
+def test_onetrainers_filters_select_the_same_layers(tmp_path: Path, family: str, filters: str, is_regex: bool) -> None:
+    path = onetrainer(tmp_path, layer_filter=filters, layer_filter_regex=is_regex)
+    ranks, made = adapted(path, "onetrainer", family)
+    found = [re.compile(word.strip() if is_regex else re.escape(word.strip())) for word in filters.split(",")]
+    assert set(ranks) == {name for name in all_linear(family, "") if any(word.search(name) for word in found)}
+    assert set(ranks.values()) == {8} and "layer_filter" in [entry.key for entry in made.mapped]
+
+
+@pytest.mark.parametrize(
+    ("family", "file_format", "told"),
+    [
+        ("flux", "KOHYA", True),
+        ("flux", "SAFETENSORS", False),
+        ("qwen_image", "COMFY", False),
+        ("z_image", "COMFY", True),
+    ],
+)
+def test_onetrainer_fuses_layers_for_some_formats(tmp_path: Path, family: str, file_format: str, told: bool) -> None:
+    path = onetrainer(tmp_path, layer_filter="attn,attention", output_model_format=file_format)
+    made = importing.import_file(path, "onetrainer", family)
+    assert (target_modules.ONE_LORA(tool="OneTrainer") in [entry.note for entry in made.differs]) == told
+    assert "output_model_format" not in importing.list_differences(made).get("none", [])
+
+
+def test_a_filter_that_may_select_layers_outside_of_blocks_is_told(tmp_path: Path) -> None:
+    for words, is_regex in (("norm", False), ("proj_out", False), ("lin.*", True)):
+        made = importing.import_file(
+            onetrainer(tmp_path, layer_filter=words, layer_filter_regex=is_regex), "onetrainer", "flux"
+        )
+        assert "layer_filter" in [key for names in importing.list_differences(made).values() for key in names]
+
+
 def test_an_empty_filter_of_a_transformer_is_told(tmp_path: Path) -> None:
     ranks, made = adapted(onetrainer(tmp_path, layer_filter=""), "onetrainer", "flux")
     assert set(ranks) == all_linear("flux", *JOINT)
     assert target_modules.OUTSIDE_BLOCKS in [entry.note for entry in made.differs]
+    assert "same training: no" in importing.report(made)[-1]
+
+
+MUSUBI_OWN = {
+    "flux_kontext": [r".*(norm).*"],  # and the modulation, unless the user gives exclude patterns
+    "qwen_image": [r".*(_mod_).*"],
+    "z_image": [r".*(_modulation|_refiner).*"],
+    "hunyuan_video": [r".*(img_mod|txt_mod|modulation).*"],
+    "wan": [r".*(patch_embedding|text_embedding|time_embedding|time_projection|norm|head).*"],
+    "krea2": [],
+    "flux2": [r".*(norm).*"],
+}
+"""Architecture -> the exclude patterns that musubi-tuner adds (networks/lora_*.py)."""
+PATTERNS: list[tuple[str, list[str], list[str]]] = [
+    ("wan", [r".*ffn.*"], []),
+    ("wan", [".*"], [r"blocks\.(1|2|30)\.self_attn.*", r"blocks\.7\.ffn\.0"]),
+    ("flux_kontext", [r".*single_blocks.*"], []),
+    ("flux2", [r".*(txt_mlp|img_mlp).*", r".*single_blocks\.[0-9]\..*"], []),
+    ("hunyuan_video", [r".*double_blocks.*attn.*"], []),
+    ("qwen_image", [r".*_mod\..*", r"transformer_blocks\.(0|59)\..*"], []),
+    ("qwen_image", [r".*txt_mlp.*"], [r".*\.59\.txt_mlp.*", r".*\.3\.txt_mlp.*"]),
+    (
+        "krea2",
+        [r".*\.mlp\..*", "first", r"last\.linear", r"tmlp\..*", r"txtmlp\..*", r"tproj\.1", r"txtfusion\..*"],
+        [],
+    ),
+    ("z_image", [], [r".*noise_refiner.*"]),
+]
+
+
+@pytest.mark.parametrize(("family", "exclude", "include"), PATTERNS)
+def test_musubis_patterns_select_the_same_layers(
+    tmp_path: Path, family: str, exclude: list[str], include: list[str]
+) -> None:
+    arguments = [f"{name}_patterns={given!r}" for name, given in (("exclude", exclude), ("include", include)) if given]
+    ranks, made = adapted(musubi(tmp_path, family, json.dumps(arguments)[1:-1]), "musubi-tuner", family)
+
+    def is_trained(ours: str) -> bool:
+        native = naming.to_native(families.get(family).native_layers, ours)
+        assert native is not None
+        name = ours if family == "z_image" else native[0]  # its copy of Z-Image has the names of diffusers
+        excluded = any(re.fullmatch(pattern, name) for pattern in [*exclude, *MUSUBI_OWN[family]])
+        return not excluded or any(re.fullmatch(pattern, name) for pattern in include)
+
+    places = ("",) if family == "krea2" else BLOCKS.get(family, (*JOINT, "blocks."))
+    every = all_linear(family, *places, *(("noise_refiner.", "context_refiner.") if family == "z_image" else ()))
+    assert set(ranks) == {name for name in every if is_trained(name)} and set(ranks.values()) == {16}
+    assert "network_args" in [entry.key for entry in made.mapped]
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", "(", ".*.*.*.*.*x", "x" * 300, r"(a)\1", 7])
+def test_patterns_that_are_slow_or_none_are_told(tmp_path: Path, pattern: object) -> None:
+    made = importing.import_file(
+        musubi(tmp_path, "wan", json.dumps(f"exclude_patterns={[pattern]!r}")), "musubi-tuner", "wan"
+    )
+    assert "targets" not in made.settings["adapter"] and "ranks" not in made.settings["adapter"]
+    assert "network_args" in [entry.key for entry in made.no_counterpart if not entry.off]
     assert "same training: no" in importing.report(made)[-1]

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from lora_fp8.common.messages import add_translations, restore
 from lora_fp8.errors import Message, UserError
 from lora_fp8.verify.report import Report
-from webui import json_table
+from webui import drawings, json_table
 from webui.context import Place, Ui
 from webui.pages import tools
 
@@ -101,6 +101,15 @@ def test_what_the_engine_refuses_is_told_in_its_line(ui: Ui) -> None:
     wrong.write_bytes(b"no header")
     answer = tools._render_answer(ui, lambda: tools._run(ui, "inspect", **given(ui, file=str(wrong))))
     assert 'class="wrong"' in answer and "b.safetensors" in answer and "Traceback" not in answer
+
+
+def test_a_file_with_the_short_ending_is_offered_and_read(ui: Ui) -> None:
+    """Files of fluxgym end in .sft."""
+    file = (ui.place.given[0] / "a;b.safetensors").rename(ui.place.given[0] / "a.SFT")
+    assert tools.find_loras(ui) == [str(file)]
+    assert drawings.list_sources(ui) == [("a.SFT", str(file))] and drawings.find_source(ui, str(file)) == file
+    arguments, _ = tools.build_arguments(ui, "inspect", **given(ui, file=str(file)))
+    assert str(file) in arguments
 
 
 def test_tables_hold_text_only() -> None:

@@ -5,12 +5,14 @@ A drawing is a `lora-fp8 draw` in the queue. Its folder is home/drawings/<number
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_fp8 import jobs
 from lora_fp8.errors import Message, UserError
+from lora_fp8.families.sources import WEIGHT_ENDINGS
 from lora_fp8.jobs import JobView
 from lora_fp8.run import drawings
 from lora_fp8.settings import read_options
@@ -23,6 +25,8 @@ WHERE = ("turn", "beside")
 """Where to draw: on the next free GPU, or at once on the CPU."""
 LONGEST_PROMPT = 4000
 MOST_SOURCES = 300
+LARGEST_LORA = 4 * 2**30
+"""Bytes from which on a safetensors file is taken for a base model."""
 BEFORE_TRAININGS = 1
 """Priority of a drawing that waits for a GPU: it takes a minute, and goes before trainings that wait."""
 NUMBERS = {"seed": int, "width": int, "height": int, "steps": int, "guidance": float}
@@ -140,11 +144,15 @@ def list_sources(ui: Ui) -> list[tuple[str, str]]:
     for folder, view in runs.items():
         if list_steps(Path(folder)):
             sources.append((ui.say("draw.run", name=view.name), folder))
-    files: set[Path] = set((ui.place.home / "tools").glob("*.safetensors"))
-    for root in ui.place.roots:
-        files |= {path for path in root.glob("*.safetensors") if path.stat().st_size < 4 * 2**30}
-    newest = sorted(files, key=lambda path: -path.stat().st_mtime)
+    newest = find_lora_files([ui.place.home / "tools", *ui.place.roots])
     return [*sources, *((path.name, str(path)) for path in newest)][:MOST_SOURCES]
+
+
+def find_lora_files(folders: Iterable[Path]) -> list[Path]:
+    """Find the safetensors files in these folders that are small enough for a LoRA, newest first."""
+    files = {path for folder in folders for path in folder.glob("*") if path.suffix.lower() in WEIGHT_ENDINGS}
+    loras = [path for path in files if path.stat().st_size < LARGEST_LORA]
+    return sorted(loras, key=lambda path: -path.stat().st_mtime)
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -163,7 +171,7 @@ def find_source(ui: Ui, text: str) -> Path | None:
     if not text.strip():
         return None
     path = ui.resolve_path(text)
-    if path.is_dir() or (path.suffix.lower() == ".safetensors" and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() in WEIGHT_ENDINGS and path.is_file()):
         return path
     raise UserError(
         Message("{text}: this is neither a run folder nor a .safetensors file", text=sanitize.shorten(text))

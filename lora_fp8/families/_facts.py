@@ -180,6 +180,10 @@ class Facts:
     """Name parts (see `precision.names`) of the layers that keep the model's dtype: they are small, or sensitive."""
     modulation: ClassVar[tuple[str, ...]] = ()
     """Name parts of the layers that scale and shift the blocks' norms: they see one row per image, and no tokens."""
+    further_layers: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Linear layers that get no adapter by default but may, as a user would name them in adapter.targets. "blocks": the
+    others in the blocks, such as those of `modulation`; "refiners": those in blocks of `adapter_exclude`; "outside":
+    those outside of all blocks. Other trainers adapt some of them: see importing/target_modules.py."""
     no_adapter: ClassVar[tuple[str, ...]] = ()
     """Layers that never get an adapter, even if a user asks; "blocks.-1" as above. Either nothing reads their output,
     so that they would never learn, or a LoRA on them would mean something else in the original naming."""

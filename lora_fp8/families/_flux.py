@@ -17,6 +17,7 @@ ADAPTER_TARGETS = (
     *(f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")),
     *("proj_mlp", "proj_out"),  # in the single-stream blocks
 )
+MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 LAST_LAYER = "^proj_out"
 """The output projection, excluded because layers in the single-stream blocks end with the same name."""
 

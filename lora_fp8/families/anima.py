@@ -54,6 +54,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("patch_embed", "time_embed", "norm_out", "proj_out")
     modulation = ("norm1", "norm2", "norm3")
+    further_layers = {"blocks": tuple(f"norm{i}.linear_{j}" for i in (1, 2, 3) for j in (1, 2))}
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024  # model card: about 1 megapixel

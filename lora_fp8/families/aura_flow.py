@@ -32,6 +32,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("^pos_embed", "context_embedder", "time_step_proj", "norm_out", "proj_out")
     modulation = ("norm1.linear", "norm1_context.linear")
+    further_layers = {"blocks": modulation}
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024

@@ -48,7 +48,8 @@ class Family(ModelFamily):
     adapter_exclude = (_flux.LAST_LAYER,)
     # Embedders and the output: everything passes through them.
     keep_precise = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "^proj_out")
-    modulation = ("norm1.linear", "norm1_context.linear", "norm.linear")  # 3.2 of the 11.9 B parameters
+    modulation = _flux.MODULATION  # 3.2 of the 11.9 B parameters
+    further_layers = {"blocks": _flux.MODULATION}
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"

@@ -36,6 +36,7 @@ class Family(ModelFamily):
     adapter_exclude = flux.Family.adapter_exclude
     keep_precise = flux.Family.keep_precise
     modulation = flux.Family.modulation
+    further_layers = flux.Family.further_layers
     bucket_multiple = 16
     patch = flux.Family.patch
     latents_as = flux.Family.latents_as

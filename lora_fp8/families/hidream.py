@@ -68,6 +68,12 @@ class Family(ModelFamily):
     )
     keep_precise = ("x_embedder", "t_embedder", "p_embedder", "caption_projection", "final_layer")
     modulation = ("block.adaLN_modulation",)
+    further_layers = {
+        "blocks": (
+            "block.adaLN_modulation.1",
+            *(f"experts.{expert}.{layer}" for expert in range(4) for layer in ("w1", "w2", "w3")),
+        )
+    }
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024  # HiDreamImagePipeline: 128 latents of 8 pixels
@@ -78,6 +84,8 @@ class Family(ModelFamily):
     kohya_naming = ""
     layouts = ("diffusers", "comfy")
     reference_config = {
+        "num_layers": 16,
+        "num_single_layers": 32,
         "patch_size": 2,
         "in_channels": 16,
         "out_channels": 16,

@@ -46,7 +46,8 @@ class Family(ModelFamily):
     # The refiner is part of the text embedding; the output layer has the name of one in the single-stream blocks.
     adapter_exclude = ("context_embedder", _flux.LAST_LAYER)
     keep_precise = ("x_embedder", "context_embedder", "^time_text_embed", "^norm_out", "^proj_out")
-    modulation = ("norm1.linear", "norm1_context.linear", "norm.linear")
+    modulation = _flux.MODULATION
+    further_layers = {"blocks": _flux.MODULATION}
     bucket_multiple = 16
     patch = 2
     latents_as = "BCFHW"

@@ -51,6 +51,8 @@ class Family(ModelFamily):
     )
     keep_precise = ("input_proj", "llm_cond_proj", "t_embedding", "adaln_proj", "final_layer")
     modulation = ("adaln_modulation",)
+    # One by one, because the final layer's has this name too.
+    further_layers = {"blocks": tuple(f"^layers.{i}.adaln_modulation" for i in range(34))}
     bucket_multiple = 16
     latents_as = "BSD"
     native_resolution = 1024  # up to 2048

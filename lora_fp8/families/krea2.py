@@ -49,6 +49,13 @@ class Family(ModelFamily):
     adapter_exclude = ("text_fusion",)  # four blocks that see text only
     keep_precise = ("img_in", "txt_in", "time_embed", "text_fusion", "final_layer")
     modulation = ("time_mod_proj",)
+    further_layers = {
+        "refiners": naming.list_names("^text_fusion.{}_blocks.{}.{}", ("layerwise", "refiner"), "01", adapter_targets),
+        "outside": (
+            *("^img_in", "^txt_in.linear_1", "^txt_in.linear_2", "^time_embed.linear_1", "^time_embed.linear_2"),
+            *("^time_mod_proj", "^text_fusion.projector", "^final_layer.linear"),
+        ),
+    }
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"

@@ -47,6 +47,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("x_embedder", "time_caption_embed", "norm_out")
     modulation = ("norm1.linear",)
+    further_layers = {"blocks": modulation}
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024  # Lumina2Pipeline: 128 latents of 8 pixels
@@ -59,7 +60,7 @@ class Family(ModelFamily):
     # reads no others: its table of diffusers' names for this architecture is Z-Image's.
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers",)
-    reference_config = {"cap_feat_dim": 2304}
+    reference_config = {"cap_feat_dim": 2304, "num_layers": 26}
     sizes_from = {
         "hidden_size": "cap_embedder.1.weight[0]",
         "cap_feat_dim": "cap_embedder.1.weight[1]",

@@ -38,6 +38,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("img_in", "txt_in", "time_text_embed", "norm_out", "proj_out")
     modulation = ("img_mod", "txt_mod")  # 6.8 of the 20.4 B parameters
+    further_layers = {"blocks": ("img_mod.1", "txt_mod.1")}
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"

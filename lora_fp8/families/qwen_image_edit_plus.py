@@ -46,6 +46,7 @@ class Family(ModelFamily):
     adapter_targets = qwen_image.Family.adapter_targets
     keep_precise = qwen_image.Family.keep_precise
     modulation = qwen_image.Family.modulation
+    further_layers = qwen_image.Family.further_layers
     bucket_multiple = 16
     patch = qwen_image.Family.patch
     latents_as = qwen_image.Family.latents_as

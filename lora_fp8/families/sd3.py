@@ -59,6 +59,7 @@ class Family(ModelFamily):
     )
     keep_precise = ("^pos_embed", "context_embedder", "time_text_embed", "norm_out", "proj_out")
     modulation = ("norm1.linear", "norm1_context.linear")
+    further_layers = {"blocks": modulation}
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024  # transformer/config.json: sample_size 128, of 8 pixels

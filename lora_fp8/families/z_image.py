@@ -41,6 +41,13 @@ class Family(ModelFamily):
     adapter_exclude = ("noise_refiner", "context_refiner")  # two blocks each, before image and text are joined
     keep_precise = ("all_x_embedder", "cap_embedder", "t_embedder", "all_final_layer")
     modulation = ("adaLN_modulation",)
+    further_layers = {
+        "blocks": ("adaLN_modulation.0",),
+        "refiners": (
+            *naming.list_names("^{}_refiner.{}.{}", ("noise", "context"), "01", adapter_targets),
+            *naming.list_names("^noise_refiner.{}.adaLN_modulation.0", "01"),
+        ),
+    }
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024

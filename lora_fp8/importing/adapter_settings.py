@@ -47,8 +47,13 @@ def convert_name_part(word: str) -> str:
     return pattern
 
 
-def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
-    """Set adapter.ranks from parts of names that a layer must contain (`only`), or must not (`without`)."""
+def set_filter(
+    draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int, is_exact: bool = False
+) -> None:
+    """Set adapter.ranks from parts of names that a layer must contain (`only`), or must not (`without`).
+
+    `is_exact`: the tool names the layers as this trainer does, and adapter.targets are those that it filters.
+    """
     try:
         entries = dict.fromkeys(map(convert_name_part, without), 0)
         entries |= {name: rank for name in map(convert_name_part, only) if name not in entries}
@@ -60,7 +65,7 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
         "these filters apply to the modules that this trainer trains; remove entries that match none of them "
         "(`lora-fp8 check` lists them)"
     )
-    draft.report_different(keys, {"adapter.ranks": entries}, note)
+    (draft.report_mapped if is_exact else draft.report_different)(keys, {"adapter.ranks": entries}, note)
 
 
 WHOLE_RANK = MOST_RANK

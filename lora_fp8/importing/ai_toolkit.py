@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from .. import families
 from ..errors import Message, UserError
 from ..settings import Adapter
 from . import (
@@ -58,8 +59,8 @@ SHORT: dict[str, Rule] = {
     "network.rank": JOINT,
     "network.linear_alpha": JOINT,
     "network.alpha": JOINT,
-    "network.conv": map_none(remarks.NO_CONV),
-    "network.conv_alpha": map_none(remarks.NO_CONV),
+    "network.conv": JOINT,
+    "network.conv_alpha": JOINT,
     "network.dropout": map_to("adapter.dropout", read_number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
@@ -200,7 +201,7 @@ SHORT: dict[str, Rule] = {
     "model.dtype": map_idle(remarks.COUNTS(key="train.dtype")),
     "model.vae_path": JOINT,
     "model.te_name_or_path": map_none(remarks.OWN_ENCODERS),
-    "model.assistant_lora_path": map_to("model.training_adapter", read_string, remarks.LOCAL_FILE),
+    "model.assistant_lora_path": JOINT,
     "model.inference_lora_path": map_none(remarks.NOT_MERGED),
     "model.lora_path": map_none(remarks.NOT_MERGED),
     "model.layer_offloading": JOINT,
@@ -281,9 +282,7 @@ SHORT: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     "job": map_idle(Message("this is the kind of job")),
     "config.name": JOINT,
-    "meta.**": map_none(
-        Message("export.title, export.author, export.description and export.license set the text in the LoRA file")
-    ),
+    "meta.**": map_none(remarks.TITLES),
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
 }
 
@@ -432,6 +431,11 @@ def _set_model(draft: Draft) -> None:
     )
     model_settings.set_model_path(draft, make_key("name_or_path"))
     model_settings.set_part_files(draft, {make_key("vae_path"): "vae"})
+    model_settings.set_training_adapter(draft, make_key("assistant_lora_path"))
+
+
+NO_LAYERS = ("ff_i.gate",)
+"""Parts of names, as its example for HiDream has them, of modules without a linear layer."""
 
 
 def _set_network(draft: Draft) -> None:
@@ -445,18 +449,31 @@ def _set_network(draft: Draft) -> None:
         )
     kind = common_values.normalize_name(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
+    convolutions = [f"{PROCESS}network.{name}" for name in ("conv", "conv_alpha")]
+    if draft.family and not _is_unet(draft):  # its page writes them for every model
+        draft.report_unmatched(convolutions, Message("the blocks of this model have no convolutions"), off=True)
+    draft.report_unmatched(convolutions, remarks.NO_CONV)
     _set_lokr(draft, kind)
     _set_rank(draft, kind)
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
     only, without = ([read_string(part) for part in draft.get(key, read_list) or []] for key in keys)
-    target_modules.assume_whole_blocks(draft)
+    without = [part for part in without if part not in NO_LAYERS]
+    target_modules.assume_tools_layers(draft)
+    target_modules.report_fused(draft)
     if only or without:
-        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
+        rank = draft.settings.get("adapter.rank", Adapter().rank)
+        is_exact = draft.family in target_modules.BLOCKS_OF_DIFFUSERS
+        adapter_settings.set_filter(draft, keys, only, without, rank, is_exact)
+
+
+def _is_unet(draft: Draft) -> bool:
+    """Return True if the denoiser is a UNet, in which ai-toolkit makes kohya's kind of LoRA."""
+    return draft.family in families.list_families() and families.get(draft.family).denoiser_class.startswith("UNet")
 
 
 def _set_rank(draft: Draft, kind: str) -> None:
     """Set rank and alpha; of a transformer, ai-toolkit makes PEFT's LoRA, whose alpha equals the rank."""
-    is_peft = kind != "lokr" and draft.family not in ("", "sd15", "sd2", "sdxl")
+    is_peft = kind != "lokr" and draft.family != "" and not _is_unet(draft)
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), read_whole),
         ("adapter.alpha", ("network.linear_alpha", "network.alpha"), read_number),

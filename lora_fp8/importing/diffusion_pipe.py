@@ -70,9 +70,9 @@ RULES: dict[str, Rule] = {
     "eval_datasets.**": map_none(NO_EVAL),
     "save_every_n_epochs": JOINT,
     "save_every_n_steps": JOINT,
-    "save_every_n_examples": map_none(Message("checkpoint.every counts steps")),
-    "checkpoint_every_n_epochs": map_none(Message("checkpoint.every counts steps")),
-    "checkpoint_every_n_minutes": map_none(Message("checkpoint.every counts steps")),
+    "save_every_n_examples": map_none(remarks.COUNTS_STEPS),
+    "checkpoint_every_n_epochs": map_none(remarks.COUNTS_STEPS),
+    "checkpoint_every_n_minutes": map_none(remarks.COUNTS_STEPS),
     "activation_checkpointing": JOINT,
     "reentrant_activation_checkpointing": map_idle(),
     "upload_hf_from_epoch": map_none(remarks.UPLOAD),
@@ -96,7 +96,8 @@ RULES: dict[str, Rule] = {
     "model.ckpt_path": JOINT,
     "model.single_file_path": JOINT,
     **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
-    **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), map_none(remarks.NOT_MERGED)),
+    "model.merge_adapters": JOINT,
+    "model.merge_adapters.**": map_none(remarks.NOT_MERGED),
     **dict.fromkeys(PART_FILES, JOINT),
     **dict.fromkeys(("model.text_encoders", "model.text_encoders.**"), JOINT),
     "model.llama3_4bit": map_idle(),
@@ -114,6 +115,7 @@ RULES: dict[str, Rule] = {
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
     "model.debiased_estimation_loss": JOINT,
+    "model.llm_adapter_lr": JOINT,
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
@@ -230,6 +232,7 @@ def combine(draft: Draft) -> None:
         draft, "model.type", *model_settings.refine_kind(MODELS.get(kind, kind), why, paths, controls)
     )
     _set_path(draft)
+    _set_training_adapter(draft)
     objective_settings.set_prediction(
         draft, "model.v_pred", "v" if common_values.is_on(draft.get("model.v_pred")) else ""
     )
@@ -276,11 +279,25 @@ def _set_path(draft: Draft) -> None:
         )
     model_settings.set_model_path(draft, given[0])
     draft.report_unmatched(given[1:], Message("{key} is the base model", key=given[0]), off=True)
-    encoders = [key for key in draft.find_keys("model.text_encoders.*.paths") if key.endswith(".paths")]
-    model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
-    draft.report_unmatched(
-        draft.find_keys("model.text_encoders.**"), Message("the encoder's file shows what kind of encoder it is")
-    )
+    encoders = [*draft.find_keys("model.text_encoders.*.path"), *draft.find_keys("model.text_encoders.*.paths")]
+    for key in encoders:
+        if isinstance(draft.given[key], list) and len(draft.given[key]) == 1:
+            draft.given[key] = draft.given[key][0]
+    several = [key for key in encoders if isinstance(draft.given[key], list)]
+    single_files = [key for key in encoders if key not in several]
+    model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(single_files, "any"))
+    draft.report_unmatched(several, Message("set the file of each text encoder in model.files"))
+    kinds = [key for key in draft.given if key.startswith("model.text_encoders.")]
+    draft.report_unmatched(kinds, Message("the encoder's file shows what kind of encoder it is"), off=True)
+
+
+def _set_training_adapter(draft: Draft) -> None:
+    """Set model.training_adapter from an adapter that is merged into the model for training, and not saved."""
+    given = draft.get("model.merge_adapters", read_list) or []
+    if len(given) == 1 and isinstance(given[0], str):
+        draft.given["model.merge_adapters"] = given[0]
+        model_settings.set_training_adapter(draft, "model.merge_adapters")
+    draft.report_unmatched("model.merge_adapters", Message("this trainer has one model.training_adapter"))
 
 
 def _set_adapter(draft: Draft) -> None:
@@ -299,9 +316,7 @@ def _set_adapter(draft: Draft) -> None:
                 draft.report_mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
-        target_modules.assume_whole_blocks(draft)
-        if draft.family in target_modules.FUSED["diffusion-pipe"]:
-            target_modules.report_fused(draft)
+        target_modules.assume_layers_of_diffusion_pipe(draft)
     elif kind:
         draft.report_unmatched("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from .. import families
 from ..errors import Message
 from . import common_values, model_settings, optimizer_settings, remarks
 from .import_draft import Draft
@@ -29,11 +30,11 @@ PARTS = {"sd15": (12, 1), "sd2": (12, 1), "sdxl": (9, 3)}
 RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold")
 
 
-FLUX = {"flux": (19, 38), "chroma": (19, 38)}
-"""Numbers of double and single blocks, for architectures whose networks accept a choice of blocks to train."""
+FLUX = ("flux", "chroma")
+"""Architectures whose networks accept a choice of blocks to train."""
 CHOICES = ("train_blocks", "train_double_block_indices", "train_single_block_indices")
 FLUX_BLOCKS = {"double": "^transformer_blocks", "single": "^single_transformer_blocks"}
-"""Kinds of blocks, in the order of `FLUX` -> our pattern of their names."""
+"""Kinds of blocks -> our pattern of their names."""
 LORAPLUS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")
 
 
@@ -52,7 +53,8 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     if not plain or draft.family not in FLUX:
         return
     rank = draft.get("network_dim", read_whole) or 4
-    totals = dict(zip(FLUX_BLOCKS, FLUX[draft.family], strict=True))
+    released = families.get(draft.family).reference_config
+    totals = {"double": released["num_layers"], "single": released["num_single_layers"]}
     try:
         chosen = {kind: _choose_blocks(choices, kind, total) for kind, total in totals.items()}
     except Unfit:
@@ -61,7 +63,7 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     entries: dict[str, int] = {}
     for kind, total in totals.items():
-        entries |= _make_chosen_ranks(FLUX_BLOCKS[kind], chosen[kind], total, rank)
+        entries |= make_chosen_ranks(FLUX_BLOCKS[kind], chosen[kind], total, rank)
     draft.report_mapped(paged + pop_arguments(given, choices), {"adapter.ranks": entries})
 
 
@@ -72,7 +74,7 @@ def _choose_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
     return _parse_numbers(choices.get(f"train_{kind}_block_indices", "all"), total)
 
 
-def _make_chosen_ranks(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
+def make_chosen_ranks(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
     """Return the entries of adapter.ranks that train only the chosen blocks, as few entries as possible."""
     others = set(range(total)) - chosen
     if len(chosen) < len(others):

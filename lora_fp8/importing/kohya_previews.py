@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import Message
-from . import common_values, preview_settings, remarks
+from . import common_values, model_settings, preview_settings, remarks
 from .import_draft import Draft
 from .source_files import read_source, read_text_file
 
@@ -145,7 +145,7 @@ def _as_list(data: Any) -> list[Any]:
 
 def set_guidance(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     """Set each preview's guidance from --l (classifier-free) or --g (embedded), whichever applies; return a remark."""
-    embedded = draft.family in ("flux", "flux_kontext", "flux2")
+    embedded = model_settings.embeds_guidance(draft.family)
     note = ""
     for picture in pictures:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)

@@ -47,7 +47,7 @@ PAGE_RULES: dict[str, Rule] = {
         + ("block_lr_zero_threshold",)
         + ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "train_single_block_indices")
         + ("train_double_block_indices", "img_attn_dim", "img_mlp_dim", "img_mod_dim", "single_dim", "txt_attn_dim")
-        + ("txt_mlp_dim", "txt_mod_dim", "single_mod_dim", "in_dims", "split_qkv", "train_t5xxl"),
+        + ("txt_mlp_dim", "txt_mod_dim", "single_mod_dim", "in_dims", "split_qkv", "train_t5xxl", "t5xxl_lr"),
         map_none(NO_PART),
     ),
     "block_dims": map_none(NO_PART),

@@ -197,7 +197,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "blocks_to_swap": JOINT,
     "block_swap_h2d_only": map_idle(remarks.BELONGS_TO(key="blocks_to_swap")),
     "cpu_offload_checkpointing": map_none(remarks.RECOMPUTED),
-    "split_mode": map_none(Message("sd-scripts has deprecated this setting; FP8 storage replaces it")),
+    "split_mode": map_idle(Message("sd-scripts has deprecated this setting; FP8 storage replaces it")),
     "train_blocks": map_none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,
@@ -213,11 +213,11 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "save_precision": map_to("export.dtype", common_values.FILE_DTYPE),
     "save_every_n_steps": JOINT,
     "save_every_n_epochs": JOINT,
-    "save_n_epoch_ratio": map_none(Message("checkpoint.every counts steps")),
-    "save_last_n_steps": map_none(Message("checkpoint.keep counts checkpoints")),
-    "save_last_n_steps_state": map_none(Message("checkpoint.keep counts checkpoints")),
-    "save_last_n_epochs": map_none(Message("checkpoint.keep counts checkpoints")),
-    "save_last_n_epochs_state": map_none(Message("checkpoint.keep counts checkpoints")),
+    "save_n_epoch_ratio": map_none(remarks.COUNTS_STEPS),
+    "save_last_n_steps": map_none(remarks.COUNTS_CHECKPOINTS),
+    "save_last_n_steps_state": map_none(remarks.COUNTS_CHECKPOINTS),
+    "save_last_n_epochs": map_none(remarks.COUNTS_CHECKPOINTS),
+    "save_last_n_epochs_state": map_none(remarks.COUNTS_CHECKPOINTS),
     "save_state": map_immaterial(remarks.WHOLE_STATE),
     "save_state_on_train_end": map_immaterial(remarks.WHOLE_STATE),
     "resume": map_none(remarks.RESUMES),
@@ -258,9 +258,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("console_log_simple", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "rdzv_backend"),
         map_idle(),
     ),
-    "deepspeed": map_none(
-        Message("memory.shard_base = true splits the frozen base model among processes, without DeepSpeed")
-    ),
+    "deepspeed": map_none(remarks.SHARDED),
     **dict.fromkeys(
         ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
         + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")

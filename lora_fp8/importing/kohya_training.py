@@ -15,6 +15,7 @@ from . import (
     kohya_blocks,
     kohya_convolutions,
     model_settings,
+    musubi_patterns,
     objective_settings,
     optimizer_settings,
     remarks,
@@ -157,9 +158,10 @@ def set_network(draft: Draft) -> None:
     """Set adapter.type and the settings that depend on it."""
     module = str(draft.get("network_module") or "")
     given = _read_network_arguments(draft)
+    given.pop("verbose", None)  # it only prints names
     page_type = common_values.normalize_name(draft.get("LoRA_type") or "")
     kind = page_type.removeprefix("kohya").removeprefix("lycoris")
-    lycoris = "lycoris" in module or "lycoris" in page_type
+    lycoris = _uses_lycoris(draft)
     algorithm = common_values.normalize_name(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
@@ -189,18 +191,39 @@ def set_network(draft: Draft) -> None:
     kohya_blocks.set_blocks(draft, given, plain=own_network)
     kohya_blocks.set_choice(draft, given, plain=own_network)
     kohya_blocks.set_loraplus(draft, given, plain=own_network)
+    if draft.tool.name == "musubi-tuner":
+        musubi_patterns.set_patterns(draft, given)
     plain_page = not lycoris and kind in ("", "standard", "flux1", "sd3")
     if algorithm in ("lora", "dora", "loha", "lokr"):
         paged = not plain_page or draft.tool.name == "sd-scripts"
         kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
     if own_network:
-        target_modules.assume_whole_blocks(draft)
+        target_modules.assume_tools_layers(draft)
         split = common_values.is_on(draft.get("split_qkv"))
         if draft.family in target_modules.FUSED_IN_SD_SCRIPTS:  # others know no such argument
             split = given.pop("split_qkv", "").lower() == "true" or split
         target_modules.report_fused(draft, split)
+    elif lycoris:
+        _set_lycoris_layers(draft, given)
     _report_arguments(draft, given)
     _report_page_keys(draft, plain_page)
+
+
+def _set_lycoris_layers(draft: Draft, given: dict[str, str]) -> None:
+    """Set adapter.targets where a preset of LyCORIS adapts whole blocks of a transformer."""
+    preset = kohya_convolutions.find_preset(draft, given)
+    if draft.family not in target_modules.FUSED_IN_SD_SCRIPTS or preset not in kohya_convolutions.BLOCK_PRESETS:
+        return
+    target_modules.assume_tools_layers(draft)
+    target_modules.report_fused(draft)
+    note = Message("this preset adapts every linear layer of the blocks")
+    draft.report_mapped(["LyCORIS_preset", *kohya_blocks.pop_arguments(given, ["preset"])], {}, note)
+
+
+def _uses_lycoris(draft: Draft) -> bool:
+    """Return True if the network is LyCORIS', by its module or by the page's type of LoRA."""
+    names = (draft.get("network_module"), draft.get("LoRA_type"))
+    return any("lycoris" in common_values.normalize_name(name or "") for name in names)
 
 
 ARGUMENTS = ("network_args", "network_args_custom")
@@ -218,7 +241,10 @@ def _split_words(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else read_list(value)
 
 
-BY_FAMILY = {"block_dims", "block_alphas", *kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES}
+BY_FAMILY = {
+    *("block_dims", "block_alphas", *musubi_patterns.NAMES),
+    *(*kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES),
+}
 """Arguments of the network whose meaning depends on the blocks of the architecture."""
 
 
@@ -449,17 +475,24 @@ def _set_schedule(draft: Draft) -> None:
     draft.report_unmatched(["lr_scheduler_num_cycles", "lr_restart_cycles"], remarks.OTHER_KEY, off=True)
 
 
+ONLY_ATTENTION = Message(
+    "LyCORIS' attn-only leaves the feed-forward layers of text encoders out; this trainer adapts both kinds"
+)
+
+
 def _set_text_encoders(draft: Draft) -> None:
     """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
     off = any(common_values.is_on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    preset = kohya_convolutions.find_preset(draft, _read_network_arguments(draft)) if _uses_lycoris(draft) else ""
+    off = off or preset.startswith("unet-")
     given = (
         [read_number(rate) for rate in read_list(draft.given["text_encoder_lr"])]
         if draft.has("text_encoder_lr")
         else []
     )
     general = draft.get("learning_rate", read_number)
-    names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
+    names = ("CLIP-L", "CLIP-G") if model_settings.count_trained_text(draft.family) == 2 else ("CLIP",)
     by_encoder = given or ([general] if general else [])
     rates = {name: by_encoder[min(i, len(by_encoder) - 1)] for i, name in enumerate(names) if by_encoder}
     left_out = [name for name, rate in rates.items() if not rate]
@@ -469,6 +502,8 @@ def _set_text_encoders(draft: Draft) -> None:
     )
     optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
+        if preset == "attn-only":
+            draft.add_difference("preset", ONLY_ATTENTION)
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
         draft.report_mapped(cached, {}, Message("neither trainer caches captions while text encoders are trained"))
 
@@ -548,6 +583,14 @@ def _explain_method(draft: Draft, method: str) -> list[str]:
     return [remarks.LOGIT_NORMAL(method=method)]
 
 
+UNSCALED = ("lumina2", "anima")
+"""Flow-matching architectures whose scripts of sd-scripts train the velocity unchanged by default."""
+SCALED = Message(
+    "sd-scripts' default, sigma_scaled, weights the loss by the squared noise level; this trainer trains the velocity "
+    "unchanged, which sd-scripts calls raw"
+)
+
+
 def _set_flow_objective(draft: Draft) -> None:
     """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
@@ -558,14 +601,8 @@ def _set_flow_objective(draft: Draft) -> None:
             "model_prediction_type",
             Message("this trainer trains the model's velocity unchanged, which the other trainer calls raw"),
         )
-    elif prediction:
-        draft.notes.append(
-            Message(
-                "model_prediction_type is {type} by default in the other trainer; this trainer trains the "
-                "velocity unchanged (raw)",
-                type=repr(prediction),
-            )
-        )
+    elif prediction == "sigma_scaled" and draft.family not in UNSCALED:
+        draft.add_difference("model_prediction_type", SCALED)
     if draft.get("guidance_scale") is not None:
         draft.report_mapped("guidance_scale", {"objective.guidance": read_number(draft.get("guidance_scale"))})
     draft.report_unmatched("guidance_scale", remarks.EMPTY, off=True)

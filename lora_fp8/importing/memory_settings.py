@@ -13,9 +13,6 @@ from . import common_values, remarks
 from .import_draft import Draft
 from .readers import read_whole
 
-BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
-"""Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
-
 
 def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str) -> None:
     """Set memory.offload; called after the precision is set, as it depends on it.
@@ -32,9 +29,7 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
     share = common_values.clamp("memory.offload", round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
-        draft.report_unmatched(
-            keys, Message("memory.offload needs a quantized base model; quantize.storage = 'fp8' halves its size")
-        )
+        draft.report_unmatched(keys, remarks.NEEDS_QUANTIZED)
         what = Message(
             "the other trainer offloads about {share} of the base model to RAM. To do the same, set "
             "quantize.storage = 'fp8' and memory.offload = {share}",
@@ -54,8 +49,7 @@ def set_swap(draft: Draft, key: str) -> None:
     stated: Mapping[str, Any] = {}
     if draft.family in families.list_families():
         stated = families.get(draft.family).reference_config
-    double = stated.get("num_layers", stated.get("n_layers", 0))
-    double, single = BLOCKS.get(draft.family, (double, stated.get("num_single_layers", 0)))
+    double, single = stated.get("num_layers", stated.get("n_layers", 0)), stated.get("num_single_layers", 0)
     if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
         double = 30
     if number_of > 0 and not double:

@@ -279,6 +279,17 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
             draft.report_mapped(key, {"model.files": {**files, part: path}})
 
 
+def set_training_adapter(draft: Draft, key: str) -> None:
+    """Set model.training_adapter, with a TODO if it names a file of the hub."""
+    path = draft.get(key, read_string)
+    if not path:
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
+        return
+    draft.report_mapped(key, {"model.training_adapter": path}, remarks.LOCAL_FILE)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w.-]+)?", path) and draft.find(path) is None:
+        draft.add_todo("model.training_adapter", remarks.LOCAL_FILE)
+
+
 def set_dtype(draft: Draft, key: str) -> None:
     """Set model.dtype from the mixed precision."""
     value = draft.get(key)
@@ -307,7 +318,9 @@ def set_caption_tokens(draft: Draft) -> None:
     elif not draft.family:
         draft.wait(key)
     elif not _has_trait(draft, "long_captions"):
-        draft.report_unmatched(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
+        # sd-scripts ignores it for FLUX, SD3 and Lumina, and the pages write it for every model.
+        ignored = str(draft.get(key)) == "75" or not predicts_noise(draft.family)
+        draft.report_unmatched(key, remarks.PROMPT_LENGTH, off=ignored)
     else:
         # sd-scripts cuts as many whole chunks as fit; lora-scripts' page writes 255.
         given = draft.get(key, read_whole)
@@ -349,8 +362,8 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
         draft.wait(key)
     elif not _has_trait(draft, "clip_skip"):
         usual = str(draft.get(key)) == ("0" if from_zero else "1")
-        # sd-scripts ignores clip_skip for SDXL; OneTrainer counts from the layer that SDXL uses.
-        ignored = draft.family == "sdxl" and not from_zero
+        # sd-scripts ignores clip_skip but for SD 1.5 and 2; OneTrainer counts from the layer that the model uses.
+        ignored = (draft.family == "sdxl" or not predicts_noise(draft.family)) and not from_zero
         draft.report_unmatched(
             key, ALWAYS_PENULTIMATE if draft.family == "sdxl" else remarks.CLIP_SKIP, off=usual or ignored
         )
@@ -444,9 +457,19 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         draft.add_todo("quantize.storage", remarks.CHOOSE_ANOTHER(name=repr(word)))
 
 
+def count_trained_text(family: str) -> int:
+    """Return how many text encoders of this family can be trained: its CLIPs."""
+    return len(families.get(family).trained_text) if family in families.list_families() else 0
+
+
 def can_train_text(family: str) -> bool:
     """Return True if text encoders of this family can be trained."""
-    return family in families.list_families() and bool(families.get(family).trained_text)
+    return count_trained_text(family) > 0
+
+
+def embeds_guidance(family: str) -> bool:
+    """Return True for a family whose denoiser takes the guidance scale as an input."""
+    return family in families.list_families() and families.get(family).embeds_guidance
 
 
 def predicts_noise(family: str) -> bool:

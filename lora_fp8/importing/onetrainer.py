@@ -19,6 +19,7 @@ from . import (
     adapter_settings,
     common_values,
     dataset_settings,
+    layer_selection,
     memory_settings,
     model_settings,
     objective_settings,
@@ -29,7 +30,7 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import read_flag, read_number, read_positive, read_string, read_whole
+from .readers import Unfit, read_flag, read_number, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, map_idle, map_immaterial, map_none, map_to
 from .source_files import Source, flatten_tables
 
@@ -527,12 +528,44 @@ def _set_adapter(draft: Draft) -> None:
     names = draft.get("layer_filter", read_string)
     if not names and ("layer_filter" in draft.given or draft.get("layer_filter_preset") == "full"):
         target_modules.assume_every_layer(draft)
-    if names and not common_values.is_on(draft.get("layer_filter_regex")):
+    words = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if words:
         rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", read_whole) or Adapter().rank
-        words = [name.strip() for name in names.split(",") if name.strip()]
-        adapter_settings.set_filter(draft, filters, words, [], rank)
-        target_modules.widen_for_filter(draft, words)
+        is_regex = common_values.is_on(draft.get("layer_filter_regex"))
+        if not _set_selected_layers(draft, filters, words, rank) and not is_regex:
+            adapter_settings.set_filter(draft, filters, words, [], rank)
+            target_modules.widen_for_filter(draft, words)
     draft.report_unmatched(filters, NO_PART, off=not names)
+    if str(draft.get("output_model_format")).upper() in FUSED_FORMATS:
+        target_modules.report_fused_originals(draft)
+
+
+FUSED_FORMATS = ("ORIGINAL", "KOHYA", "COMFY")
+"""Formats of a LoRA for which OneTrainer trains the layers that the makers' code fuses as one (FusedModule.py)."""
+
+
+def _set_selected_layers(draft: Draft, keys: list[str], words: list[str], rank: int) -> bool:
+    """Set adapter.targets and adapter.ranks to the layers that a filter selects, if these are in the blocks.
+
+    OneTrainer: modules/module/ModuleFilter.py, a part of a layer's name or an expression that is found in it.
+
+    Returns:
+        False if the filter cannot be converted in this way, which needs the names of all layers.
+    """
+    is_regex = common_values.is_on(draft.get("layer_filter_regex"))
+    if draft.family not in families.list_families() or not layer_selection.count_blocks(draft.family):
+        return False
+    if not all(layer_selection.names_blocks_only(draft.family, word) for word in words):
+        return False
+    try:
+        patterns = layer_selection.compile_all([word if is_regex else re.escape(word) for word in words])
+        settings = layer_selection.make_settings(
+            draft.family, lambda name: any(pattern.search(name) for pattern in patterns), rank
+        )
+    except Unfit:
+        return False
+    draft.report_mapped(keys, settings)
+    return True
 
 
 def _set_masks(draft: Draft) -> None:
@@ -781,7 +814,7 @@ def _set_resolutions(draft: Draft, tables: list[str]) -> None:
 
 def _set_text_encoders(draft: Draft, scale: float) -> None:
     """Set the text encoders: OneTrainer trains each of them, at learning_rate, unless the file says otherwise."""
-    clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
+    clips = max(1, model_settings.count_trained_text(draft.family))
     keys: list[str] = []
     rate_keys: list[str] = []
     rates: dict[str, float] = {}

@@ -193,6 +193,27 @@ CONTROL_BY_HAND = Message(
 )
 TIMES_ROOT = Template("the learning rate is multiplied by the square root of {number}")
 
+COUNTS_STEPS = Message("checkpoint.every counts steps")
+COUNTS_CHECKPOINTS = Message("checkpoint.keep counts checkpoints")
+SHARDED = Message("memory.shard_base = true splits the frozen base model among processes, without DeepSpeed")
+NEEDS_QUANTIZED = Message("memory.offload needs a quantized base model; quantize.storage = 'fp8' halves its size")
+TITLES = Message("export.title, export.author, export.description and export.license set the text in the LoRA file")
+LAYOUTS = Message("export.formats sets the layout of the LoRA file")
+OF_THE_RUN = {
+    note.template
+    for note in (
+        *(UPLOAD, RESUMES, LOGGING, OTHER_CACHE, NO_SAMPLER, NO_SWAP, COUNTS_STEPS, COUNTS_CHECKPOINTS, SHARDED),
+        *(NEEDS_QUANTIZED, ONE_COMPILE_MODE, TITLES, DESCRIPTION, LAYOUTS, FILE_FORMAT),
+    )
+}
+"""Templates of reasons that are about how a training runs and what it saves, and not about what it learns."""
+
+
+def is_of_the_run(note: str) -> bool:
+    """Return True if a reason, or each of several that are joined, is one of `OF_THE_RUN`."""
+    parts = note.parts if isinstance(note, Joined) else (note,)
+    return all(isinstance(part, Message) and part.template in OF_THE_RUN for part in parts)
+
 
 def join(notes: Iterable[str]) -> Joined:
     """Join remarks, each once, without the empty ones."""

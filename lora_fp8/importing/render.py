@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,37 +87,18 @@ def _find_unmentioned_problems(made: Import) -> list[str]:
     return [line for line in find_problems(made) if line.partition(": ")[0] not in mentioned]
 
 
-ALIKE = (
-    "memory.",
-    "checkpoint.",
-    "tracking.",
-    "export.",
-    "preview.",
-    "name",
-    "output_dir",
-    "train.steps",
-    "train.batch_size",
+OF_THE_RUN = (
+    *("memory.", "checkpoint.", "tracking.", "export.", "preview."),
+    *("name", "output_dir", "train.steps", "train.batch_size"),
 )
-ALIKE_NOTES = (
-    "memory.",
-    "checkpoint.",
-    "tracking.",
-    "export.",
-    "preview.",
-    remarks.UPLOAD,
-    remarks.RESUMES,
-    remarks.LOGGING,
-    remarks.OTHER_CACHE,
-    remarks.NO_SAMPLER,
-    remarks.NO_SWAP,
-)
-"""Prefixes of settings and of reasons that affect how a training runs and what it saves, but not what it learns."""
+"""Beginnings of settings that affect how a training runs and what it saves, but not what it learns."""
 
 
 def _is_immaterial(entry: Entry) -> bool:
     """Return True if an entry changes only settings that do not affect what is learned."""
-    settings = re.findall(r"(?:^|, )([a-z_]+(?:\.[a-z_]+)?) = ", entry.to)
-    return bool(settings) and all(name.startswith(ALIKE) for name in settings)
+    written = entry.to.parts if isinstance(entry.to, Joined) else ()
+    settings = [part.values["key"] for part in written if isinstance(part, Message)]
+    return bool(settings) and all(name.startswith(OF_THE_RUN) for name in settings)
 
 
 def list_differences(made: Import) -> dict[str, list[str]]:
@@ -127,7 +107,7 @@ def list_differences(made: Import) -> dict[str, list[str]]:
     Kinds: "todo", "differs", "none" (no counterpart) and "unknown".
     """
     differs = [entry for entry in made.differs if not _is_immaterial(entry)]
-    lost = [e for e in made.no_counterpart if not e.off and not e.note.startswith(ALIKE_NOTES)]
+    lost = [e for e in made.no_counterpart if not e.off and not remarks.is_of_the_run(e.note)]
     reasons = {
         "todo": [text.partition(": ")[0] for text in [*made.todo, *_find_unmentioned_problems(made)]],
         "differs": [entry.key for entry in differs],

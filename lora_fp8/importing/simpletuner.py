@@ -10,11 +10,12 @@ from typing import Any
 
 from .. import families
 from ..common.text import quote
-from ..errors import Message
+from ..errors import Message, Template
 from . import (
     adapter_settings,
     common_values,
     dataset_settings,
+    lycoris_classes,
     memory_settings,
     model_settings,
     objective_settings,
@@ -63,7 +64,7 @@ RULES: dict[str, Rule] = {
             {name: name for name in STARTS}, Message("default, gaussian, pissa and olora")
         ),
     ),
-    "lora_format": map_none(Message("export.formats sets the layout of the LoRA file"), "diffusers"),
+    "lora_format": map_none(remarks.LAYOUTS, "diffusers"),
     "init_lora": map_to("adapter.init_from", read_string, remarks.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
@@ -421,6 +422,12 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
     model_settings.set_part_files(draft, {"pretrained_vae_model_name_or_path": "vae"})
 
 
+NOT_CONVERTED = Template(
+    "not converted: {names}. In this trainer all target modules share one kind of adapter and one factor; "
+    "adapter.ranks sets their ranks"
+)
+
+
 def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str) -> None:
     """Set the adapter from LyCORIS' own settings file, whose rank and alpha override the options."""
     full = inner.get("full_matrix", False)
@@ -447,13 +454,14 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
         and common_values.is_on(inner.get("rank_dropout_scale"))
     ):
         made["adapter.rank_dropout_scale"] = True
-    draft.report_mapped(keys, made)
-    known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
+    preset = lycoris_classes.convert_preset(draft.family, inner, kind)
+    made |= preset.settings
+    known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora", "apply_preset"}
     known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
-    unread = target_modules.set_lycoris_targets(draft, inner.get("apply_preset"))
-    if rest := sorted([*(inner.keys() - known - {"apply_preset"}), *([unread] if unread else [])]):
-        note = Message("adapter.targets lists the target modules, which share one factor and one rank")
-        draft.notes.append(Message("lycoris_config: {names} was not read; {line}", names=", ".join(rest), line=note))
+    known.add("bypass_mode")  # how the same sum is computed
+    if rest := sorted([*(inner.keys() - known), *preset.unread]):
+        draft.report_different("lycoris_config", made, NOT_CONVERTED(names=", ".join(rest)))
+    draft.report_mapped(keys, made)
     draft.report_unmatched(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
 
 

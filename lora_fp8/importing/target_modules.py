@@ -6,44 +6,49 @@ each table; an architecture without an entry has the layers of ours, or is not k
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .. import families
 from ..errors import Message, Template
+from . import remarks
 from .import_draft import Draft
 from .kohya_convolutions import BESIDE_THEM, CONVOLUTIONS, LYCORIS_BESIDE_THEM, LYCORIS_CONVOLUTIONS
-
-_FLUX_MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
-_QWEN_MODULATION = ("img_mod.1", "txt_mod.1")
-MODULATION: dict[str, tuple[str, ...]] = {
-    "flux": _FLUX_MODULATION,
-    "flux_kontext": _FLUX_MODULATION,
-    "hunyuan_video": _FLUX_MODULATION,
-    "sd3": ("norm1.linear", "norm1_context.linear"),
-    "lumina2": ("norm1.linear",),
-    "z_image": ("adaLN_modulation.0",),
-    "qwen_image": _QWEN_MODULATION,
-    "qwen_image_edit": _QWEN_MODULATION,
-    "qwen_image_edit_plus": _QWEN_MODULATION,
-}
-"""Endings of the names of the layers that compute the modulation inside of blocks, by architecture."""
+from .readers import read_number
 
 _QWEN = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
-SD_SCRIPTS = {"flux", "sd3", "lumina2"}
+BLOCKS: tuple[str, ...] = ("blocks",)
+"""The tool adapts every linear layer of the blocks. Words are keys of the family's `further_layers`."""
+BLOCKS_OF_DIFFUSERS = dict.fromkeys(("flux", "flux_kontext", "sd3", "lumina2", "z_image", "hidream", *_QWEN), BLOCKS)
+OF_SD_SCRIPTS = dict.fromkeys(("flux", "sd3", "lumina2"), BLOCKS)
 """networks/lora_flux.py, lora_sd3.py, lora_lumina.py: every linear layer of the classes of blocks they name. Its
-lora_anima.py and all networks of musubi-tuner leave the modulation out."""
-WHOLE_BLOCKS_OF: dict[str, set[str]] = {
-    # toolkit/lora_special.py: every linear layer whose name contains that of the blocks.
-    "ai-toolkit": {"flux", "flux_kontext", "sd3", "lumina2", "z_image", *_QWEN},
-    # models/base.py, `configure_adapter`: every linear layer of the classes in a model's `adapter_target_modules`.
-    "diffusion-pipe": {"flux", "flux_kontext", "sd3", "lumina2", "z_image", "hunyuan_video", *_QWEN},
-    "musubi-tuner": set(),
+lora_anima.py leaves the modulation out. LyCORIS' presets for whole blocks name the same classes (lycoris/config.py)."""
+FURTHER_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
+    # toolkit/lora_special.py: every linear layer whose name contains one of `get_transformer_block_names`. Krea 2's
+    # "blocks" is part of the names of its text fusion too.
+    "ai-toolkit": BLOCKS_OF_DIFFUSERS | {"ideogram4": BLOCKS, "krea2": ("refiners",)},
+    # models/base.py, `get_target_modules`: every linear layer of the classes in a model's `adapter_target_modules`.
+    "diffusion-pipe": BLOCKS_OF_DIFFUSERS
+    | dict.fromkeys(("hunyuan_video", "aura_flow", "ideogram4", "anima"), BLOCKS)
+    | {"z_image": ("blocks", "refiners")},
+    # networks/lora_*.py: their patterns leave the modulation out, but that of lora_qwen_image.py, `.*(_mod_).*`,
+    # matches no layer. lora_krea2.py takes every linear layer of the model.
+    "musubi-tuner": dict.fromkeys(_QWEN, BLOCKS) | {"krea2": ("refiners", "outside")},
 }
-"""Tool -> architectures of which it adapts whole blocks; `SD_SCRIPTS` for sd-scripts and its pages."""
+"""Tool -> architecture -> which of its `further_layers` the tool adapts; `OF_SD_SCRIPTS` for sd-scripts and its pages.
+
+These are facts of the tools, so they are not in lora_fp8/families; which layers they stand for is a family's fact.
+"""
 
 WHOLE_BLOCKS = Template("{tool} adapts every linear layer of the blocks, those of the modulation too")
+MORE_LAYERS = Template("{tool} adapts these layers by default")
 FINAL_LAYER = Message("sd-scripts also adapts the output layer of Lumina, which has no counterpart in a LoRA file here")
-REFINERS = Message("diffusion-pipe also adapts the refiner blocks of Z-Image; this trainer adapts the main blocks only")
+LLM_ADAPTER = Message(
+    "diffusion-pipe can also train Anima's LLM adapter (llm_adapter_lr); this trainer leaves it unchanged"
+)
+TEXT_PROJECTION = Message(
+    "diffusion-pipe also adapts the text projection of the second text encoder; this trainer leaves it unchanged"
+)
 EVERYTHING = Message("with an empty layer_filter, OneTrainer adapts every layer of the model")
 OUTSIDE_BLOCKS = Message(
     "with an empty layer_filter, OneTrainer adapts every layer of the model; this trainer adapts those of the blocks"
@@ -52,21 +57,38 @@ LAYERS = "target layers"
 """What a report calls the default; no tool has a key for it."""
 
 
-def list_layers_of_blocks(family: str) -> list[str]:
-    """Return the endings of all linear layers in the blocks of an architecture."""
-    return [*families.get(family).adapter_targets, *MODULATION.get(family, ())]
+def list_layers(family: str, places: Iterable[str] = BLOCKS) -> list[str]:
+    """Return the adapter.targets of an architecture's own layers, and of its `further_layers` in these places."""
+    Family = families.get(family)
+    further = (target for place in places for target in Family.further_layers.get(place, ()))
+    return [*Family.adapter_targets, *further]
 
 
-def assume_whole_blocks(draft: Draft) -> None:
-    """Write the layers of whole blocks as the tool's default, where it adapts them."""
-    if draft.family not in WHOLE_BLOCKS_OF.get(draft.tool.name, SD_SCRIPTS) or _is_of_another_kind(draft):
+def assume_tools_layers(draft: Draft) -> None:
+    """Write the layers that the tool adapts by default, where they are not our own."""
+    places = FURTHER_LAYERS.get(draft.tool.name, OF_SD_SCRIPTS).get(draft.family, ())
+    if _is_of_another_kind(draft):
         return
-    note = WHOLE_BLOCKS(tool=draft.tool.title.partition(" ")[0])
-    draft.assume("adapter.targets", list_layers_of_blocks(draft.family), LAYERS, note)
-    if draft.family == "lumina2" and draft.tool.name not in WHOLE_BLOCKS_OF:
+    tool = draft.tool.title.partition(" ")[0]
+    if places:
+        note = WHOLE_BLOCKS(tool=tool) if places == BLOCKS else MORE_LAYERS(tool=tool)
+        draft.assume("adapter.targets", list_layers(draft.family, places), LAYERS, note)
+    if draft.family == "lumina2" and draft.tool.name not in FURTHER_LAYERS:
         draft.add_difference(LAYERS, FINAL_LAYER)
-    if draft.family == "z_image" and draft.tool.name == "diffusion-pipe":
-        draft.add_difference(LAYERS, REFINERS)
+
+
+def assume_layers_of_diffusion_pipe(draft: Draft) -> None:
+    """Write or report the layers that diffusion-pipe adapts by default; see `assume_tools_layers`."""
+    assume_tools_layers(draft)
+    report_fused(draft)
+    if draft.family == "sdxl":  # models/sdxl.py, `configure_adapter`: linear layers of the blocks, and of both encoders
+        note = MORE_LAYERS(tool="diffusion-pipe")
+        draft.assume("adapter.targets", [*list_layers("sdxl"), "time_emb_proj"], LAYERS, note)
+        if draft.get("model.text_encoder_2_lr", read_number) != 0:
+            draft.add_difference(LAYERS, TEXT_PROJECTION)
+    if draft.family == "anima" and draft.get("model.llm_adapter_lr", read_number) != 0:
+        draft.add_difference(LAYERS, LLM_ADAPTER)
+    draft.report_unmatched("model.llm_adapter_lr", remarks.BELONGS_TO(key="type = 'anima'"), off=True)
 
 
 def assume_every_layer(draft: Draft) -> None:
@@ -76,7 +98,7 @@ def assume_every_layer(draft: Draft) -> None:
     """
     if not draft.family or _is_of_another_kind(draft):
         return
-    targets = list_layers_of_blocks(draft.family)
+    targets = list_layers(draft.family, ("blocks", "refiners"))
     if families.get(draft.family).denoiser_class == "UNet2DConditionModel":
         beside = (*BESIDE_THEM, *LYCORIS_CONVOLUTIONS, *LYCORIS_BESIDE_THEM)
         targets += [*CONVOLUTIONS, *beside]
@@ -84,14 +106,15 @@ def assume_every_layer(draft: Draft) -> None:
             targets += ["add_embedding.linear_1", "add_embedding.linear_2"]
         draft.assume("adapter.targets", targets, LAYERS, EVERYTHING)
         return
-    if draft.family in MODULATION:
+    if families.get(draft.family).further_layers:
         draft.assume("adapter.targets", targets, LAYERS, OUTSIDE_BLOCKS)
     draft.add_difference(LAYERS, OUTSIDE_BLOCKS)
 
 
 FUSED: dict[str, set[str]] = {
-    "musubi-tuner": {"flux_kontext", "flux2", "flux2_klein", "hunyuan_video"},
-    "diffusion-pipe": {"hunyuan_video"},
+    "musubi-tuner": {"flux_kontext", "flux2", "flux2_klein", "hunyuan_video", "ideogram4"},
+    "diffusion-pipe": {"hunyuan_video", "lumina2", "z_image", "chroma", "flux2", "flux2_klein", "ideogram4"},
+    "ai-toolkit": {"chroma", "flux2", "flux2_klein", "ideogram4"},
 }
 """Tool -> architectures whose blocks it runs as their makers wrote them, with q, k and v in one layer."""
 FUSED_IN_SD_SCRIPTS = {"flux", "chroma", "sd3", "lumina2"}
@@ -109,15 +132,23 @@ def report_fused(draft: Draft, split: bool = False) -> None:
         draft.add_difference(LAYERS, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
 
 
+def report_fused_originals(draft: Draft) -> None:
+    """Report that the tool trains as one LoRA what is one layer in the makers' code, for whatever architecture."""
+    if draft.family in families.list_families() and not _is_of_another_kind(draft):
+        rows = families.get(draft.family).native_layers
+        if any("#" in ours and len(ours.split()) > 1 for _, ours in rows):
+            draft.add_difference(LAYERS, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
+
+
 def widen_for_filter(draft: Draft, words: list[str]) -> None:
-    """Write the layers of whole blocks if a filter by parts of names may select those of the modulation."""
-    endings = MODULATION.get(draft.family, ())
-    paths = [f"{blocks}.0.{ending}" for blocks in BLOCKS for ending in endings]
+    """Write the layers of whole blocks if a filter by parts of names may select those beside our own."""
+    endings = families.get(draft.family).further_layers.get("blocks", ()) if draft.family else ()
+    paths = [f"{blocks}.0.{ending}" for blocks in PATHS_OF_BLOCKS for ending in endings]
     if any(word in path for word in words for path in paths):
-        draft.set("adapter.targets", list_layers_of_blocks(draft.family))
+        draft.set("adapter.targets", list_layers(draft.family))
 
 
-BLOCKS = ("transformer.transformer_blocks", "transformer.single_transformer_blocks", "transformer.layers")
+PATHS_OF_BLOCKS = ("transformer.transformer_blocks", "transformer.single_transformer_blocks", "transformer.layers")
 """Where the blocks of these architectures are, as OneTrainer and ai-toolkit write it."""
 
 # ----------------------------------------------------------------------------------------------------- SimpleTuner
@@ -134,7 +165,7 @@ FLUX_TARGETS: dict[str, tuple[str, ...]] = {
     "context": _CONTEXT,
     "context+ffs": (*_CONTEXT, *_CONTEXT_FF),
     "all+ffs": (*_JOINT, *_FF, "proj_mlp", "proj_out"),
-    "ai-toolkit": (*_JOINT, *_FF, *_FLUX_MODULATION, "proj_mlp", "proj_out"),
+    "ai-toolkit": (*_JOINT, *_FF, "norm1.linear", "norm1_context.linear", "norm.linear", "proj_mlp", "proj_out"),
     "fal": (*_JOINT, *_FF),
     "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
     "nano": ("single_transformer_blocks.7.proj_out",),
@@ -166,33 +197,6 @@ def set_simpletuner_targets(draft: Draft) -> None:
         draft.assume("adapter.targets", list(FLUX2_TARGETS), LAYERS, BY_SIMPLETUNER)
     elif family in CHECKED:
         draft.assume("adapter.targets", _match_endings(family, ATTENTION), LAYERS, BY_SIMPLETUNER)
-
-
-LYCORIS_ATTENTION = ("sdxl", "flux", "flux_kontext", "lumina2", "aura_flow")
-"""Architectures whose DEFAULT_LYCORIS_TARGET is ["Attention"], a class whose modules are called attn."""
-PARTS_OF_CLASS = {"Attention": "attn", "FeedForward": "ff"}
-"""Class in LyCORIS' target_module -> how the names of its modules begin."""
-
-
-def set_lycoris_targets(draft: Draft, preset: Any) -> str:
-    """Set adapter.targets from the `apply_preset` of SimpleTuner's lycoris_config, or to its default.
-
-    Returns:
-        The part of the preset that was not read; "" if there is none.
-    """
-    known = dict(preset) if isinstance(preset, dict) else {}
-    classes = known.pop("target_module", None)
-    if classes is None and draft.family in LYCORIS_ATTENTION:
-        classes = ["Attention"]
-    if not isinstance(classes, list) or not draft.family:
-        return "apply_preset" if preset else ""
-    parts = [PARTS_OF_CLASS.get(str(name), "") for name in classes]
-    own = families.get(draft.family).adapter_targets
-    targets = [name for name in own if any(part and name.startswith(part) for part in parts)]
-    if not all(parts) or not targets:
-        return "apply_preset"
-    draft.set("adapter.targets", targets, Message("LyCORIS adapts {names}", names=", ".join(map(str, classes))))
-    return f"apply_preset.{next(iter(known))}" if known else ""
 
 
 def _match_endings(family: str, endings: tuple[str, ...]) -> list[str]:

@@ -16,8 +16,9 @@ Families write the table as text, which `table` parses.
 This module has pure functions of names and shapes, without torch.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 Row = tuple[str, str]
@@ -76,6 +77,11 @@ def _compile_pattern(side: str) -> re.Pattern[str]:
 def _fill_numbers(side: str, numbers: Sequence[str]) -> str:
     parts = side.split("#")
     return "".join(part + number for part, number in zip(parts, [*numbers, ""], strict=True))
+
+
+def list_names(form: str, *parts: Iterable[str]) -> tuple[str, ...]:
+    """Fill every combination of parts into a name: list_names("{}.{}", "ab", "12") is a.1, a.2, b.1, b.2."""
+    return tuple(form.format(*combination) for combination in itertools.product(*parts))
 
 
 def to_native(rows: Sequence[Row], name: str) -> tuple[str, tuple[str, ...]] | None:

@@ -9,8 +9,9 @@ from gradio.blocks import Block
 
 from lora_fp8 import jobs
 from lora_fp8.errors import Message, Template, UserError
+from lora_fp8.families.sources import WEIGHT_ENDINGS
 
-from .. import engine, json_table, live_panel, run_cards, sanitize
+from .. import drawings, engine, json_table, live_panel, run_cards, sanitize
 from ..context import Ui
 
 TOOLS = ("inspect", "verify", "convert", "resize", "merge")
@@ -83,9 +84,7 @@ def find_loras(ui: Ui) -> list[str]:
     places = [ui.place.home / "tools"]
     for root in ui.place.roots:
         places += [root, *root.glob("*/export"), *root.glob("runs/*/export")]
-    files = {path for place in places for path in place.glob("*.safetensors") if path.stat().st_size < 4 * 2**30}
-    newest = sorted(files, key=lambda path: -path.stat().st_mtime)
-    return [str(path) for path in newest[:MOST_FILES]]
+    return [str(path) for path in drawings.find_lora_files(places)[:MOST_FILES]]
 
 
 def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | None]:
@@ -178,7 +177,7 @@ def _check_lora(ui: Ui, text: str) -> Path:
     if not text.strip():
         raise UserError(Message("choose a LoRA file first"))
     path = ui.resolve_path(text)
-    if path.suffix.lower() != ".safetensors" or not path.is_file():
+    if path.suffix.lower() not in WEIGHT_ENDINGS or not path.is_file():
         raise UserError(Message("{text}: there is no such .safetensors file", text=sanitize.shorten(text)))
     return path
 

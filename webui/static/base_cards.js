@@ -10,7 +10,7 @@ let group = chips[0].dataset.group;
 let used = "";  // what was taken as a base: it is no search any more
 
 const words = () => search.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
-const isReference = (text) => /[/\\:]|^~|\.(safetensors|ckpt|gguf)$/i.test(text);
+const isReference = (text) => /[/\\:]|^~|\.(safetensors|sft|ckpt|gguf)$/i.test(text);
 const matching = () => [...panel().querySelectorAll(".choice-card")].filter(
   (card) => words().every((word) => card.dataset.words.includes(word)));
 const fill = (target, template, value) => { target.textContent = template.replace("{}", value); };

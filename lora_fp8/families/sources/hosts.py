@@ -23,7 +23,7 @@ from ...common.writing import atomic_write
 from ...errors import Message, UserError, reason
 from . import headers, known_bases, remembered
 from .headers import Header
-from .reference import Reference, suggest
+from .reference import WEIGHT_ENDINGS, Reference, suggest
 from .remembered import Answer, RemoteFile
 
 T = TypeVar("T")
@@ -518,7 +518,7 @@ class Civitai(Host):
                 )
             )
         models = [file for file in version.get("files") or () if file.get("type") in ("Model", "Pruned Model")]
-        safe = [file for file in models if str(file.get("name")).lower().endswith(".safetensors")]
+        safe = [file for file in models if str(file.get("name")).lower().endswith(WEIGHT_ENDINGS)]
         if not safe:
             raise UserError(
                 Message(
