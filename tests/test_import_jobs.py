@@ -565,3 +565,8 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
     assert importing.describe_verdict(found).endswith("1 setting has no counterpart (network_dim)")
     assert settings(found)["adapter"]["rank"] == 16
+
+
+def test_titles_of_trainers_are_chinese_in_chinese() -> None:
+    english = [tool.title for tool in importing.TOOLS.values() if " of " in translations.translate("zh-CN", tool.title)]
+    assert english == []
