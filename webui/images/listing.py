@@ -12,7 +12,7 @@ from lora_fp8.data import buckets, caption_journal, caption_operations, clips, i
 from lora_fp8.data.image_edits import NOTHING, WHOLE
 from lora_fp8.errors import UserError
 
-from .. import dataset_folder, form, sanitize
+from .. import dataset_folder, form, image_folders, sanitize
 from ..context import Ui
 from . import captioning, captions
 from .training_settings import TrainingSettings
@@ -257,8 +257,13 @@ class FolderView:
         }
 
 
-def list_draft_folders(ui: Ui) -> list[dict[str, str]]:
-    """List the folders of New training that exist and may be shown: path and name."""
+def list_draft_folders(ui: Ui) -> list[dict[str, Any]]:
+    """List the folders of New training that exist and may be shown: path, name, and whether nothing is in them."""
     return [
-        {"path": str(path), "name": sanitize.strip_unseen(path.name)} for path in TrainingSettings(ui).list_folders()
+        {
+            "path": str(path),
+            "name": sanitize.strip_unseen(path.name),
+            "empty": not image_folders.count_files(path).files,
+        }
+        for path in TrainingSettings(ui).list_folders()
     ]

@@ -1345,7 +1345,7 @@ class Workbench {
     this.tabs.replaceChildren(
       ...(this.isDataset ? [make("span", { class: "wb-dim", text: this.say("folders.draft") })] : []),
       ...folders.map((one) => make("span", { class: "wb-chip" },
-        button(one.name, () => this.switchTo(one.path), {
+        button(one.empty ? this.say("folder.empty", { folder: one.name }) : one.name, () => this.switchTo(one.path), {
           "aria-pressed": String(one.path === this.folder), title: one.path, class: "wb-button plain",
         }),
         this.isDataset ? null : remove(one))));
