@@ -700,8 +700,10 @@ def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
 def test_an_automatic_value_that_is_not_chosen_yet_is_no_difference(ui: Ui, tmp_path: Path) -> None:
     """A run that waits has "auto" where one that ran has the value."""
     chosen = []
-    for name, side, rank in (("ran", 512, 4), ("waits", '"auto"', 4), ("other", 768, 8)):
+    runs = (("ran", 512, "'kohya'", 4), ("waits", '"auto"', "'auto'", 4), ("other", 768, "'kohya'", 8))
+    for name, side, formats, rank in runs:
         settings = f'[adapter]\nrank = {rank}\n[dataset]\nresolution = {side}\n[[dataset.folders]]\npath = "p"\n'
+        settings += f"[export]\nformats = [{formats}]\n"
         text = f'name = "{name}"\n[model]\nfamily = "sd15"\npath = "demo"\n{settings}'
         make_run(tmp_path / "work" / "runs" / name, [step(1, 0.5)], text)
         view = run_monitor.find_job(ui, str(tmp_path / "work" / "runs" / name))
@@ -711,7 +713,7 @@ def test_an_automatic_value_that_is_not_chosen_yet_is_no_difference(ui: Ui, tmp_
     told = compare.render_settings(ui, chosen[1:])
     assert "adapter.rank" in told and "<code>dataset.resolution" not in told and "because waits will choose" in told
     told = compare.render_settings(ui, chosen)
-    assert "<code>dataset.resolution" in told and "will choose" not in told
+    assert "<code>dataset.resolution" in told and "<code>export.formats" not in told
 
 
 PLAIN = {"en": ("yes", "no", "Repeats 3", "Stop with an error"), "zh-CN": ("是", "否", "重复次数 3", "跳过")}

@@ -24,6 +24,8 @@ from .run import rendering
 MOST = 8
 """The number of colours of a chart."""
 LISTED = 200
+OPEN = ("auto", ["auto"])
+"""Values that a run replaces when it starts."""
 ADDRESS = """(runs) => {
   const address = new URL(location.href);
   if (runs.length) address.searchParams.set('runs', runs.join(',')); else address.searchParams.delete('runs');
@@ -178,12 +180,12 @@ def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
     rows, undecided, waiting = [], [], set()
     for name in names:
         values = [config.get(name) for config in flat]
-        known = [value for value in values if value != "auto"]
+        known = [value for value in values if value not in OPEN]
         if name in ("name", "output_dir") or all(value == values[0] for value in values):
             continue
-        if all(value == known[0] for value in known):
+        if known and all(value == known[0] for value in known):
             undecided.append(name)
-            waiting |= {label_run(view) for (view, _), value in zip(chosen, values, strict=True) if value == "auto"}
+            waiting |= {label_run(view) for (view, _), value in zip(chosen, values, strict=True) if value in OPEN}
             continue
         cells = ("<br>".join(map(escape, setting_values.format_lines(ui, name, value))) for value in values)
         label = _get_label(ui, name)
