@@ -1001,10 +1001,11 @@ class Workbench {
       this.picked = make("span", { class: "wb-dim", role: "status" }));
     this.tools = make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
       make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared));
-    this.keys = make("p", { class: "wb-dim wb-keys", text: say("keys") });
+    this.keys = make("p", { class: "wb-dim wb-keys", text: say("keys"), tabindex: "-1" });
+    this.skip = button(say("skip"), () => this.keys.focus(), { class: "wb-button wb-skip" }); // seen by the keyboard only
     this.body = make("div", { hidden: true },
       this.isDataset ? null : this.tabs, this.tools,
-      this.picking, this.auto.panel, this.auto.job, this.grid.element, this.empty,
+      this.picking, this.auto.panel, this.auto.job, this.skip, this.grid.element, this.empty,
       make("div", { class: "wb-row wb-foot" }, this.pager, this.examining), this.keys);
     this.table = button(say("table"), () => this.showTable(this.table.ariaExpanded !== "true"), {
       "aria-expanded": "false", "aria-controls": "new-folders", id: "new-folders-open", hidden: given.page !== "new",
