@@ -140,6 +140,15 @@ def test_a_name_that_a_run_has_is_a_problem_with_a_free_one(tmp_path: Path) -> N
     assert form.read_values(page.draft.load_text(), page.draft.home)["name"] == "my-lora-2"
 
 
+def test_a_path_that_an_import_left_open_is_no_path(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    text = '[model]\nfamily = "sd15"\npath = "TODO"\n[[dataset.folders]]\npath = "TODO"\n'
+    problems = page.problems.find(text)
+    left = {key for key, line in problems if line == "this setting must still be filled in (TODO)"}
+    assert left == {"model.path", "dataset.folders"} and "home/TODO" not in repr(problems)
+
+
 def test_a_folder_that_cannot_be_written_is_a_problem_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

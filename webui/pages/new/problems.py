@@ -7,6 +7,7 @@ from typing import Any
 
 from lora_fp8 import families, settings
 from lora_fp8.config.relations import NO_BASE, NO_FOLDER
+from lora_fp8.config.validation import STILL_OPEN, TODO
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
@@ -170,6 +171,8 @@ class Problems:
 
     def _check_path(self, key: str, path: str) -> None:
         """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
+        if path == TODO:  # an import left it open
+            raise UserError(STILL_OPEN)
         if (
             key == "dataset.cache_dir"
             and not (os.path.isabs(path) or path.startswith("~"))
