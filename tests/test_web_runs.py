@@ -434,7 +434,7 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
     assert (
         "不加载 LoRA 时预测相差 1.0%" in html
         and "84 层中有 4 层没有加载" in html
-        and "a, b&lt;, c 等，另有 1 项" in html
+        and "a、b&lt;、c 等，另有 1 项" in html
         and "；mid_block" in html
     )
     assert "and 1 more" in run_cards.render_checks(ui, read["checks"])
