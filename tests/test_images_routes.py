@@ -521,6 +521,7 @@ def test_folders_of_the_draft_are_listed(site: Site) -> None:
     folders = "".join(f"[[dataset.folders]]\npath = {json.dumps(str(path))}\n" for path in rows)
     Draft(site.place.home).write(folders)
     told = site.ask("state", folder="", draft=True)["folders"]
-    assert [folder["path"] for folder in told] == [str(site.set), *map(str, rows[-2:])]
-    assert [folder["empty"] for folder in told] == [False, False, True], "the page says so beside the name"
+    assert [folder["path"] for folder in told] == list(dict.fromkeys(map(str, rows)))
+    assert [folder["missing"] for folder in told] == [False, True, True, False, False], "/etc may not be shown"
+    assert [folder["empty"] for folder in told] == [False, False, False, False, True], "the page says so at the name"
     assert "/etc" not in site.ask("folders")["folders"]

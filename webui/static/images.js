@@ -1338,7 +1338,7 @@ class Workbench {
     // A folder that was just added comes with one of the next answers.
     const expected = this.folder && Date.now() - (this.filledAt ?? 0) < 4 * REST;
     const isOpen = folders.some((one) => one.path === this.folder);
-    if (!this.isDataset && !isOpen && !expected) this.open(folders[0]?.path ?? "");
+    if (!this.isDataset && !isOpen && !expected) this.open(folders.find((one) => !one.missing)?.path ?? "");
     const remove = (one) => button("×", () => this.trigger("delete", { folder: one.path }), {
       class: "wb-button plain", "aria-label": this.say("folder.remove", { folder: one.name }),
       title: this.say("folder.remove", { folder: one.name }),
@@ -1346,11 +1346,16 @@ class Workbench {
     this.tabs.replaceChildren(
       ...(this.isDataset ? [make("span", { class: "wb-dim", text: this.say("folders.draft") })] : []),
       ...folders.map((one) => make("span", { class: "wb-chip" },
-        button(one.empty ? this.say("folder.empty", { folder: one.name }) : one.name, () => this.switchTo(one.path), {
+        button(this.label(one), () => this.switchTo(one.path), {
+          disabled: one.missing,
           "aria-pressed": String(one.path === this.folder), title: one.path, class: "wb-button plain",
         }),
         this.isDataset ? null : remove(one))));
     show(this.tabs, folders.length > 0);
+  }
+
+  label({ name, empty, missing }) {
+    return empty || missing ? this.say(missing ? "folder.missing" : "folder.empty", { folder: name }) : name;
   }
 
   async switchTo(path) {
