@@ -187,6 +187,7 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[schedule]\nwarmup = 1.5", "of at least 0, or a fraction of at least 0 and below 1, got 1.5"),
         ("[checkpoint]\nkeep = 1", "checkpoint.keep: must be at least 2, got 1"),
         ("name = 'a/b'", "name: 'a/b' is not a valid folder name"),
+        (f"name = '{'名' * 81}'", "name: too long for a folder name: 243 bytes, at most 240"),
         ("name = '..'", "name: '..' is not a valid folder name"),
         ('name = "a\\tb"', "is not a valid folder name"),
         ('output_dir = "a\\u0000b"', "output_dir: 'a\\x00b' is not a valid path"),

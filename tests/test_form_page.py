@@ -26,6 +26,7 @@ from lora_fp8.data import image_edits
 from lora_fp8.data.caption_style import warn_of_sentences
 from lora_fp8.data.repeats import Share, count_batches
 from lora_fp8.errors import UserError
+from lora_fp8.run import disk_space
 from webui import (
     base_models,
     dataset_folder,
@@ -137,6 +138,30 @@ def test_a_name_that_a_run_has_is_a_problem_with_a_free_one(tmp_path: Path) -> N
         page.lay_out()
     page.handlers.reset(False)
     assert form.read_values(page.draft.load_text(), page.draft.home)["name"] == "my-lora-2"
+
+
+def test_a_path_that_an_import_left_open_is_no_path(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    text = '[model]\nfamily = "sd15"\npath = "TODO"\n[[dataset.folders]]\npath = "TODO"\n'
+    problems = page.problems.find(text)
+    left = {key for key, line in problems if line == "this setting must still be filled in (TODO)"}
+    assert left == {"model.path", "dataset.folders"} and "home/TODO" not in repr(problems)
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    obstacles = {tmp_path / "locked": "Permission denied"}  # root, as whom tests may run, writes everywhere
+    monkeypatch.setattr(disk_space, "find_write_obstacle", obstacles.get)
+    text = f'output_dir = "{tmp_path}/locked"\n{form.START}[dataset]\ncache_dir = "{tmp_path}/locked"\n'
+    problems = dict(page.problems.find(text))
+    assert "cannot be written (Permission denied)" in problems["output_dir"]
+    assert "cannot be written (Permission denied)" in problems["dataset.cache_dir"]
+    problems = dict(page.problems.find(text.replace("locked", "open")))
+    assert not {"output_dir", "dataset.cache_dir"} & problems.keys()
 
 
 def test_an_image_that_cannot_be_read_is_a_problem_until_it_is_changed_or_excluded(

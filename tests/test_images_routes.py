@@ -516,9 +516,12 @@ def test_archives_that_unpack_to_more_than_they_say_are_stopped(site: Site, monk
 
 
 def test_folders_of_the_draft_are_listed(site: Site) -> None:
-    rows = [site.set, site.set, "/etc", site.folder / "data/none", site.folder / "data"]
+    (site.folder / "data/empty").mkdir()
+    rows = [site.set, site.set, "/etc", site.folder / "data/none", site.folder / "data", site.folder / "data/empty"]
     folders = "".join(f"[[dataset.folders]]\npath = {json.dumps(str(path))}\n" for path in rows)
     Draft(site.place.home).write(folders)
     told = site.ask("state", folder="", draft=True)["folders"]
-    assert [folder["path"] for folder in told] == [str(site.set), str(site.folder / "data")]
+    assert [folder["path"] for folder in told] == list(dict.fromkeys(map(str, rows)))
+    assert [folder["missing"] for folder in told] == [False, True, True, False, False], "/etc may not be shown"
+    assert [folder["empty"] for folder in told] == [False, False, False, False, True], "the page says so at the name"
     assert "/etc" not in site.ask("folders")["folders"]

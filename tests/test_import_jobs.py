@@ -624,3 +624,8 @@ def test_a_loss_that_is_weighted_by_the_noise_counts_as_a_difference(
     found = made(tmp_path / "a.toml", text + "network_args = ['verbose=True']\n")
     assert ("model_prediction_type" in importing.list_differences(found).get("differs", [])) == told
     assert "network_args" in keys(found.mapped)
+
+
+def test_titles_of_trainers_are_chinese_in_chinese() -> None:
+    english = [tool.title for tool in importing.TOOLS.values() if " of " in translations.translate("zh-CN", tool.title)]
+    assert english == []

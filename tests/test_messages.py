@@ -15,6 +15,7 @@ import pytest
 from lora_fp8.common import messages
 from lora_fp8.common.json_files import parse_json
 from lora_fp8.common.messages import without_home
+from lora_fp8.common.text import quote
 from lora_fp8.config import read_toml
 from lora_fp8.errors import Joined, Message, UserError, UserErrors
 from lora_fp8.jobs import Sentence
@@ -36,6 +37,11 @@ def test_a_message_is_its_english_text() -> None:
     assert message == "folder /a/{b} does not exist" and isinstance(message, str)
     assert messages.translate("zh-CN", "folder /a does not exist") == "folder /a does not exist", "plain text stays"
     assert messages.translate("en", message) == message
+
+
+def test_a_value_that_was_cut_says_so_in_the_language_of_its_message() -> None:
+    line = Message("expected text in UTF-8, got {given}", given=quote("x" * 100))
+    assert line.endswith("xxx ... (102 characters)") and messages.translate("zh-CN", line).endswith("（102 个字符）")
 
 
 def test_an_error_keeps_its_message_and_its_problems() -> None:

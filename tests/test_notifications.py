@@ -124,7 +124,7 @@ def test_the_message_has_what_the_held_out_losses_say(server: Server, tmp_path: 
 
 @pytest.mark.parametrize(
     ("codes", "sent", "problem"),
-    [([503, 503], 3, ""), ([503] * 3, 3, "503"), ([404], 1, "404"), ([302], 1, "302")],
+    [([503, 503], 3, ""), ([503] * 3, 3, "503"), ([404], 1, "404"), ([302], 1, "points to another address")],
     ids=["heals", "out of order", "not found", "redirect"],
 )
 def test_a_message_that_is_not_delivered_fails_no_job_and_is_reported_without_the_address(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lora_fp8 import config
 from lora_fp8.config import dataset_recipe, recipes
-from webui import form, image_folders
+from webui import form, image_folders, importer, translations
 from webui.context import Place, Ui
 from webui.pages import new
 from webui.pages.new import recipe as recipe_module
@@ -238,3 +238,28 @@ def test_cards_name_no_architecture_until_a_base_is_chosen(page: new.Page) -> No
     )
     page.draft.write('[model]\nfamily = "flux2"\npath = "a/b"\n')
     assert "FLUX.2" in page.painter.update_cards("all")[panel]
+
+
+@pytest.mark.parametrize("language", translations.LANGUAGES)
+def test_epochs_of_an_import_become_steps_when_images_come(language: str, page: new.Page, tmp_path: Path) -> None:
+    """The page's own reading of the line that the import left open, in either language; a number by hand stays."""
+    file = tmp_path / "k.toml"
+    theirs = "max_train_epochs = 10\ntrain_batch_size = 2\nnetwork_dim = 7\n"
+    file.write_text(f'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora_flux"\n{theirs}')
+    text, _ = importer.import_files(Ui(language, page.ui.place), [file])
+    page.draft.write(text)
+    assert settings_of(page)["train"]["steps"] == "TODO" and "10" not in page.recipe.render()
+    page.draft.put("dataset.folders", [])
+    few, many = add_images(tmp_path / "few", 5), add_images(tmp_path / "10_many", 4)
+    use(page, few)
+    assert settings_of(page)["train"]["steps"] == 10 * 3
+    assert "10 epochs x 3 steps (5 samples per epoch)" in page.recipe.render()
+    use(page, many)
+    assert settings_of(page)["train"]["steps"] == 10 * 23, "5 images, and 4 that are repeated 10 times"
+    for folder in (few, many):
+        event = SimpleNamespace(_data={"do": "remove", "folder": str(folder)})
+        page.handlers.remove_folder(event, False)  # type: ignore[arg-type]
+    assert settings_of(page)["train"]["steps"] == "TODO"
+    page.draft.put("train.steps", 77)
+    use(page, few)
+    assert settings_of(page)["train"]["steps"] == 77

@@ -3,13 +3,19 @@
 import ast
 import re
 import string
+import sys
 import tomllib
 from pathlib import Path
 
 import gradio
 import pytest
 
+from lora_fp8.common import messages
 from webui import translations
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+from messages import extract
 
 WEBUI = Path(translations.__file__).parent
 CODE = [*WEBUI.rglob("*.py")]
@@ -144,16 +150,47 @@ WRONG_CHINESE = {
 """Words that are not the community's, as patterns, and the word that is used instead."""
 
 
-@pytest.mark.parametrize("pattern", WRONG_CHINESE)
-def test_chinese_uses_the_words_of_the_glossary(pattern: str) -> None:
+def find_chinese_lines(pattern: str) -> list[str]:
+    """The lines of all Chinese texts that match, with where they stand."""
     root = Path(translations.__file__).parents[1]
     files = [*root.glob("webui/texts/*.toml"), *root.glob("docs/*.zh-CN.md"), root / "README.zh-CN.md"]
     files += [*root.glob("lora_fp8/tools/hosts/*.toml"), root / "lora_fp8/tools/kit.py"]
     files += [root / "lora_fp8/common/zh_CN.po", *root.glob("configs/*.toml"), *root.glob("presets/*.toml")]
-    lines = [
-        f"{file.name}:{number}: {line.strip()[:80]}"
+    return [
+        f"{file.name}:{number}: {line.strip()}"
         for file in files
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(pattern, line)
     ]
-    assert lines == [], f"write {WRONG_CHINESE[pattern]}"
+
+
+@pytest.mark.parametrize("pattern", WRONG_CHINESE)
+def test_chinese_uses_the_words_of_the_glossary(pattern: str) -> None:
+    assert find_chinese_lines(pattern) == [], f"write {WRONG_CHINESE[pattern]}"
+
+
+TYPED = (
+    "时:分:秒",
+    "“键: 值”",
+    "[左, 上, 右, 下]",
+    "(图片数, 边长, 边长, 3)",
+    "文件:权重",
+    "modelscope:作者/模型",
+    "半角逗号 , 分隔",
+    "lora-scripts (秋叶)",
+)
+"""What is typed or printed so, with Chinese in the places of values."""
+
+
+def test_chinese_has_chinese_punctuation() -> None:
+    """A comma, colon or parenthesis of ASCII beside a Chinese character; code and links are left out."""
+    beside = r"[\u4e00-\u9fff] ?[,;:!?()]|[,;:!?()] ?[\u4e00-\u9fff]"
+    wrong = []
+    for line in find_chinese_lines(beside):
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)|\w\(\)", "", line.partition(": ")[2])
+        for typed in TYPED:
+            text = text.replace(typed, "")
+        wrong += [line] if re.search(beside, text) else []
+    assert wrong == []
+    separators = {separator for separator in extract() if re.fullmatch(r"[,;:.] ", separator)}
+    assert ", " in separators and sorted(separators - messages.load("zh-CN").keys()) == [], "separators of lists"

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_fp8 import config, jobs
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, Template, UserError, combine
 from lora_fp8.families.sources.download import Progress
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
@@ -22,7 +22,7 @@ from lora_fp8.tools import kit
 from tests.test_kit import ask  # noqa: F401
 from webui import hub_uploads, run_cards
 from webui.context import Place, Ui
-from webui.pages.run.publishing import describe_note
+from webui.pages.run.publishing import REFUSALS, describe_note, describe_refusal
 
 SENDING = ("POST", "PUT")
 
@@ -228,7 +228,8 @@ def test_the_page_checks_first_and_shows_the_upload_of_its_run(
     tail = ['{"event": "upload", "bytes": 1048576, "total": 4194304, "speed": 100, "eta": 30}', "note <b>"]
     view, lines, address = hub_uploads.read_progress(replace(upload, state="running"), tail)
     assert lines == ["note <b>"] and address == "" and "width:25.0%" in run_cards.render_progress(view)
-    figures = run_cards.render_figures(ui, view)
+    figures = run_cards.render_figures(ui, replace(view, assigned=jobs.BESIDE))
+    assert "GPU" not in figures
     assert ui.say("runs.uploaded") in figures and "1 MiB / 4 MiB" in figures
     tail = [json.dumps({"event": "done", "address": "https://hub/ada/zibo", "notes": []})]
     assert 'href="https://hub/ada/zibo"' in hub_uploads.render_link(ui, hub_uploads.read_progress(upload, tail)[2])
@@ -241,3 +242,11 @@ def test_the_page_names_its_fields_where_the_shell_names_options(tmp_path: Path)
     lines = [describe_note(ui, line) for line in kit._list_missing(kit.Facts("sd15", "fox"))]
     assert lines[0] == "“触发词”没有填写，文件里也没有。" and len(set(lines)) == 4
     assert not any("--" in line for line in lines)
+
+
+def test_the_page_names_its_boxes_where_a_refusal_names_options() -> None:
+    ui, page = Ui("zh-CN", Place(Path("/nowhere"))), "https://hub/ada/x/settings"
+    for template in map(Template, REFUSALS):
+        told = describe_refusal(ui, combine([template(repo="ada/x", page=page), Message("{a} <b>", a=1)]))
+        first, second = told.split("\n")
+        assert "ada/x" in first and "勾选“" in first and "--" not in first and second == "1 <b>"

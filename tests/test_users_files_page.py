@@ -41,6 +41,7 @@ READING = {
     *("new.update_side", "new.update_all", "new.refresh"),
     *("run._bind_buttons.<lambda>", "run.choose_preview"),
     *(
+        "notifications.announce_test",
         "run.announce_export",
         "run.announce_kit",
         "run.end_run",

@@ -434,7 +434,7 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
     assert (
         "不加载 LoRA 时预测相差 1.0%" in html
         and "84 层中有 4 层没有加载" in html
-        and "a, b&lt;, c 等，另有 1 项" in html
+        and "a、b&lt;、c 等，另有 1 项" in html
         and "；mid_block" in html
     )
     assert "and 1 more" in run_cards.render_checks(ui, read["checks"])
@@ -695,6 +695,25 @@ def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
     rows = re.findall(r"<tr><td>.*?</tr>", compare.render_settings(ui, chosen))
     (cells,) = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
     assert "train.steps" in cells[0] and cells[1:] == ["100", "200"]
+
+
+def test_an_automatic_value_that_is_not_chosen_yet_is_no_difference(ui: Ui, tmp_path: Path) -> None:
+    """A run that waits has "auto" where one that ran has the value."""
+    chosen = []
+    runs = (("ran", 512, "'kohya'", 4), ("waits", '"auto"', "'auto'", 4), ("other", 768, "'kohya'", 8))
+    for name, side, formats, rank in runs:
+        settings = f'[adapter]\nrank = {rank}\n[dataset]\nresolution = {side}\n[[dataset.folders]]\npath = "p"\n'
+        settings += f"[export]\nformats = [{formats}]\n"
+        text = f'name = "{name}"\n[model]\nfamily = "sd15"\npath = "demo"\n{settings}'
+        make_run(tmp_path / "work" / "runs" / name, [step(1, 0.5)], text)
+        view = run_monitor.find_job(ui, str(tmp_path / "work" / "runs" / name))
+        chosen.append((view, run_monitor.read_run_log(ui, view)))
+    told = compare.render_settings(ui, chosen[:2])
+    assert "<tr>" not in told and ui.say("compare.same_so_far") in told and "because waits will choose" in told
+    told = compare.render_settings(ui, chosen[1:])
+    assert "adapter.rank" in told and "<code>dataset.resolution" not in told and "because waits will choose" in told
+    told = compare.render_settings(ui, chosen)
+    assert "<code>dataset.resolution" in told and "<code>export.formats" not in told
 
 
 PLAIN = {"en": ("yes", "no", "Repeats 3", "Stop with an error"), "zh-CN": ("是", "否", "重复次数 3", "跳过")}

@@ -46,7 +46,8 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
         ui.translate(wrong[name]) if name in wrong else ui.say("new.import.unnamed", name=name, file=made.source.name)
         for name in left
     ]
-    title = ui.say("new.import.done", file=made.source.name, tool=made.tool.title, mapped=len(made.mapped))
+    tool = ui.translate(made.tool.title)
+    title = ui.say("new.import.done", file=made.source.name, tool=tool, mapped=len(made.mapped))
     parts = [f"<p>{sanitize.escape(title)}</p>"]
     if read:
         parts.append(f"<p>{sanitize.escape(ui.say('new.import.read', files=', '.join(read)))}</p>")
@@ -67,7 +68,8 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
         listed = [entry for entry in entries if not entry.off]
         if listed:
             rows = "".join(_render_row(ui, group) for group in importing.group_by_note(listed[:FAR]))
-            heading = f"{ui.say(f'new.import.{name}', tool=made.tool.title)} ({len(listed)})"
+            heading = ui.say(f"new.import.{name}", tool=tool)
+            heading = ui.translate(Message("{title} ({count})", title=heading, count=len(listed)))
             table = f"<table class='facts'>{rows}</table>"
             parts.append(f"<details><summary>{sanitize.escape(heading)}</summary>{table}</details>")
     parts.append(f"<p><strong>{sanitize.escape(_summarize(ui, made))}</strong></p>")

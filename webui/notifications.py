@@ -100,7 +100,7 @@ class WebhookSection:
         outputs = [self.note, self.address, *self.components]
         gr.on([self.save.click, self.address.submit], self.save_address, [self.address], outputs, **quiet)
         self.remove.click(self.remove_address, None, outputs, **quiet)
-        self.test.click(self.send_test, None, outputs, **quiet)
+        self.test.click(self.announce_test, None, [self.note], **quiet).then(self.send_test, None, outputs, **quiet)
 
     def update_components(self) -> list[Any]:
         """Return values for `components`."""
@@ -133,6 +133,10 @@ class WebhookSection:
         except UserError as error:
             return [self._show_message(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.update_components()]
         return [self._show_message(self.ui.say("notify.removed")), gr.skip(), *self.update_components()]
+
+    def announce_test(self) -> Any:
+        """Say that a message is being sent: a server may take seconds to answer."""
+        return self._show_message(self.ui.say("notify.sending"))
 
     def send_test(self) -> list[Any]:
         """Handle the button that sends a message now."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_fp8.common.messages import restore
 from lora_fp8.common.numbers import format_bytes
-from lora_fp8.jobs import ENDED, JobView, Sentence
+from lora_fp8.jobs import BESIDE, ENDED, JobView, Sentence
 
 from .context import Ui
 from .sanitize import escape
@@ -168,7 +168,7 @@ def render_figures(ui: Ui, view: JobView) -> str:
         figures.append((ui.say("runs.left"), format_duration(ui, view.eta_s)))
     if view.attempts > 1:
         figures.append((ui.say("runs.attempt"), str(view.attempts)))
-    if view.assigned and view.assigned != "cpu":
+    if view.assigned and view.assigned not in ("cpu", BESIDE):
         figures.append(("GPU", view.assigned))
     if view.place:
         figures.append((ui.say("runs.place"), str(view.place)))

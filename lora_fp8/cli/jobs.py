@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from ..common import system
-from ..errors import Joined, Message, UserError
+from ..errors import Message, UserError
 from . import remote
 from .help import Program
 from .options import JSON, SET, load_config, open_run, print_json, print_lines
@@ -339,13 +339,13 @@ def _format_table(views: list) -> list[Message]:
     """Format jobs as lines: number, state, name, status, loss and time left."""
     rows, lines = [], []
     for job in views:
-        parts = [job.sentence.text]
+        line = job.sentence.text
         if job.state == "running" and job.loss is not None:
-            parts.append(Message("loss {loss}", loss=f"{job.loss:.4f}"))
+            line = Message("{line}, loss {loss}", line=line, loss=f"{job.loss:.4f}")
         if job.eta_s is not None:
-            parts.append(Message("{time} left", time=_format_duration(job.eta_s)))
+            line = Message("{line}, {time} left", line=line, time=_format_duration(job.eta_s))
         rows.append((str(job.id) if isinstance(job.id, int) else "-", job.state, job.name))
-        lines.append(Joined(", ", parts))
+        lines.append(line)
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [Message("{cells}  {line}", cells=cells, line=line) for cells, line in zip(aligned, lines, strict=True)]

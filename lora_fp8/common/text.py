@@ -3,6 +3,8 @@
 import difflib
 from typing import Any
 
+from ..errors import Message
+
 
 def is_utf8(text: str) -> bool:
     """Return True if a text can be encoded as UTF-8; paths may contain bytes that cannot."""
@@ -16,7 +18,7 @@ def is_utf8(text: str) -> bool:
 def quote(value: Any) -> str:
     """Return a value's repr, on one line of limited length."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+    return text if len(text) <= 80 else Message("{text} ... ({count} characters)", text=text[:60], count=len(text))
 
 
 def find_similar(given: str, names: list[str]) -> str | None:

@@ -26,6 +26,7 @@ LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate me
 NO_BASE = Message("no base model is given; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
 NO_FOLDER = Message("no image folder is given; add a [[dataset.folders]] table with a path")
 """Problems of a config that is only begun. The page recognises both, and says what to do there instead."""
+MOST_NAME_BYTES = 240  # a file system takes 255; the rest is for "-2" and for temporary names
 KINDS = ("tags", "sentences", "instructions", "diffusion", "flow")
 """Kinds of families for which a preset can have a [for.KIND] table: by captions, and by what they predict."""
 
@@ -341,6 +342,11 @@ def _check_paths(job: Job) -> Problems:
         yield (
             "name",
             Message("{name} is not a valid folder name; use letters, digits, '-' and '_'", name=quote(job.name)),
+        )
+    elif (size := len(job.name.encode(errors="replace"))) > MOST_NAME_BYTES:
+        yield (
+            "name",
+            Message("too long for a folder name: {size} bytes, at most {most}", size=size, most=MOST_NAME_BYTES),
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import Joined, Message, UserError, cannot_read
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
+from .dataset_settings import convert_epochs, find_epochs
 from .import_draft import Draft, Import, Tool
 from .readers import Unfit, hide
 from .render import (
@@ -35,7 +36,15 @@ from .render import (
 from .source_files import Source, read_source
 
 __all__ = ["TOOLS", "Import", "convert", "import_file", "find_problems", "recognise", "relocate", "report", "to_json"]
-__all__ += ["list_differences", "format_few", "group_by_note", "to_toml", "describe_verdict"]
+__all__ += [
+    "list_differences",
+    "format_few",
+    "group_by_note",
+    "to_toml",
+    "describe_verdict",
+    "convert_epochs",
+    "find_epochs",
+]
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool

@@ -10,15 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import families
+from ..common.numbers import format_digits
 from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import find_label_files, find_masked_stem
-from ..errors import Message, Plural
+from ..errors import Message, Plural, Template
 from . import remarks
 from .common_values import find_bounds
 from .import_draft import Draft, Folder
 from .readers import Unfit, read_number, read_string, read_whole
 
+EPOCHS = Template(
+    "{epochs} epochs x {steps} steps ({samples} samples per epoch); this trainer counts steps, not epochs"
+)
+EPOCHS_LEFT = re.compile(r"^steps = .*# TODO[:：] ?(\d+) \D+ = \1 ", re.MULTILINE)
+"""A line in which `set_steps_from_epochs` left a TODO, in any language. The comment outlives the TODO."""
 OUTSIDE = Message("the other trainer ignores the area outside a mask")
 NO_WEIGHT = Message("the weight of a folder must be above 0; remove the folder instead")
 NO_CLIPS = Message("only base models that generate video are trained on clips; see dataset.frames")
@@ -225,15 +231,22 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
         )
         draft.set("train.steps", "TODO")  # a number might be far off, and trained unseen
         return
-    note = Message(
-        "{epochs} epochs x {steps} steps ({samples} samples per epoch); this trainer counts steps, not epochs",
-        epochs=epochs,
-        steps=per_epoch,
-        samples=count_samples(draft),
-    )
+    note = EPOCHS(epochs=epochs, steps=per_epoch, samples=count_samples(draft))
     if batch > 1:
         note = Message("{line}. The last batch of each bucket may be smaller and add a step", line=note)
     draft.report_different(key, {"train.steps": epochs * per_epoch}, note)
+
+
+def find_epochs(text: str) -> int | None:
+    """Return the epochs that an import could not convert to steps without the images; None if there are none."""
+    left = EPOCHS_LEFT.search(text)
+    return int(left[1]) if left else None
+
+
+def convert_epochs(epochs: int, samples: float, batch: int, accumulate: int) -> tuple[int, Message]:
+    """Return train.steps for epochs of so many samples, as kohya's trainers count them, and the reason."""
+    per_epoch = math.ceil(math.ceil(samples / batch) / accumulate)
+    return epochs * per_epoch, EPOCHS(epochs=epochs, steps=per_epoch, samples=format_digits(samples))
 
 
 def set_every(

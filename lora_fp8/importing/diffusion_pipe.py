@@ -541,7 +541,7 @@ def recognise(source: Source) -> str:
 
 TOOL = Tool(
     "diffusion-pipe",
-    "diffusion-pipe of August 2026",
+    Message("diffusion-pipe of August 2026"),
     RULES,
     {
         "micro_batch_size_per_gpu": 1,

@@ -121,7 +121,7 @@ def combine(draft: Draft) -> None:
 
 TOOL = Tool(
     "kohya_ss",
-    "kohya_ss settings page 26",
+    Message("kohya_ss settings page 26"),
     SD_SCRIPTS_RULES | PAGE_RULES,
     {"keep_tokens": 0},
     recognise,

@@ -91,7 +91,7 @@ def combine(draft: Draft) -> None:
 
 TOOL = Tool(
     "lora-scripts",
-    "lora-scripts (SD-Trainer) of September 2025",
+    Message("lora-scripts (SD-Trainer) of September 2025"),
     SD_SCRIPTS_RULES | LORA_SCRIPTS_RULES,
     {
         "network_dim": 32,

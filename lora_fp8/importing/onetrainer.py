@@ -1157,7 +1157,7 @@ def recognise(source: Source) -> str:
 
 TOOL = Tool(
     "onetrainer",
-    "OneTrainer of August 2026",
+    Message("OneTrainer of August 2026"),
     RULES,
     {
         "lora_rank": 16,

@@ -953,7 +953,7 @@ def recognise(source: Source) -> str:
 
 TOOL = Tool(
     "simpletuner",
-    "SimpleTuner of August 2026",
+    Message("SimpleTuner of August 2026"),
     RULES,
     {
         "lora_rank": 16,

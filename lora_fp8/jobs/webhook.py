@@ -142,6 +142,8 @@ def post(address: str, body: dict[str, Any]) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         line = Message("{host} answered {code} ({why})", host=host, code=error.code, why=_name_status(error.code))
+        if 300 <= error.code < 400:
+            line = Message("{line} and points to another address. Set `webhook` to that one.", line=line)
         raise Undelivered(line, is_final=error.code < 500 and error.code not in (408, 429)) from None
     except (OSError, http.client.HTTPException) as error:  # URLError is an OSError with the reason as an attribute
         cause = getattr(error, "reason", error)

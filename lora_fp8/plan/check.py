@@ -193,11 +193,7 @@ def _check_places(job: Job) -> list[str]:
     run = job.run_folder
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
     refusals = {f"{key} = {str(place)!r}": disk_space.find_write_obstacle(place) for key, place in places.items()}
-    problems: list[str] = [
-        Message("{path}: the folder cannot be written ({why}); name another folder", path=where, why=why)
-        for where, why in refusals.items()
-        if why
-    ]
+    problems: list[str] = [disk_space.NOT_WRITABLE(path=where, why=why) for where, why in refusals.items() if why]
     if not refusals[f"output_dir = {str(run)!r}"]:
         try:
             ownership.require_new(run)

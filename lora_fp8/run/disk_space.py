@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..common.numbers import format_bytes
-from ..errors import Joined, Message, combine, reason
+from ..errors import Joined, Message, Template, combine, reason
+
+NOT_WRITABLE = Template("{path}: the folder cannot be written ({why}); name another folder")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ..common.messages import get_language, translate
 from ..common.numbers import format_bytes
-from ..errors import Joined, Message
+from ..errors import Message
 from ..families.sources.download import Progress as TransferProgress
 from ..run import Run
 
@@ -134,19 +134,18 @@ class DownloadProgress:
         if self._writes_lines and (now - self._last_line >= SECONDS or progress.done == progress.total):
             self._last_line = now
             self._writes_lines = progress.done < progress.total  # the last line once
-            parts: list[str] = [
-                Message(
-                    "{name}: {done} of {total}, {speed}/s",
-                    name=self._name,
-                    done=format_bytes(progress.done),
-                    total=format_bytes(progress.total),
-                    speed=format_bytes(int(progress.speed)),
-                ),
-                *filter(None, [progress.waiting]),
-            ]
+            line = Message(
+                "{name}: {done} of {total}, {speed}/s",
+                name=self._name,
+                done=format_bytes(progress.done),
+                total=format_bytes(progress.total),
+                speed=format_bytes(int(progress.speed)),
+            )
+            if progress.waiting:
+                line = Message("{line}, {more}", line=line, more=progress.waiting)
             if progress.eta is not None:
-                parts.append(Message("{time} left", time=tqdm.format_interval(progress.eta)))
-            _write(Joined(", ", parts))
+                line = Message("{line}, {time} left", line=line, time=tqdm.format_interval(progress.eta))
+            _write(line)
 
 
 def _write(line: Message) -> None:

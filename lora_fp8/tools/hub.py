@@ -28,6 +28,10 @@ WRITERS = ("admin", "write", "contributor")
 SPEED_SECONDS = 5.0
 """Seconds over which the speed is measured."""
 EXISTS = Template("{repo} exists already. Choose another name, or update it (--update).")
+NOT_THERE = Template("{repo} does not exist, so it cannot be updated. Remove --update.")
+STAYS_PRIVATE = Template(
+    "{repo} exists, and an update cannot make it public. Remove that option, or change it on {page}."
+)
 
 Report = Callable[[Progress], None]
 
@@ -88,17 +92,10 @@ def check(repo: str, *, public: bool = False, update: bool = False) -> Target:
     if exists and not update and not problems:
         problems.append(EXISTS(repo=f"{owner}/{name}"))
     if update and not exists and not problems:
-        problems.append(
-            Message("{repo} does not exist, so it cannot be updated. Remove --update.", repo=f"{owner}/{name}")
-        )
+        problems.append(NOT_THERE(repo=f"{owner}/{name}"))
     if exists and update and public:
-        problems.append(
-            Message(
-                "{repo} exists, and an update cannot make it public. Remove that option, or change it on {page}.",
-                repo=f"{owner}/{name}",
-                page=f"{hub.endpoint}/{owner}/{name}/settings",
-            )
-        )
+        page = f"{hub.endpoint}/{owner}/{name}/settings"
+        problems.append(STAYS_PRIVATE(repo=f"{owner}/{name}", page=page))
     if problems:
         raise combine(problems, f"{owner}/{name}")
     return Target(f"{owner}/{name}", str(account["name"]), exists, f"{hub.endpoint}/{owner}/{name}")

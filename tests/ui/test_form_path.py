@@ -161,7 +161,7 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
         page.locator("#set-presets .choice-card", has_text="theirs"),
         page.locator("#set-presets [data-do=undo]"),
     )
-    expect(card).to_contain_text("秩 (network_dim) 7")
+    expect(card).to_contain_text("秩（network_dim） 7")
     settle(page, "#set-presets .choice-card")
     card.press("Enter")
     expect(field(page, "set-adapter-rank")).to_have_value("7")

@@ -71,7 +71,12 @@ def test_a_folder_is_sent_captioned_by_keyboard_and_by_a_model(
     expect(page.locator(".wb-counts")).to_have_text(say("counts", count=IMAGES, without=IMAGES))
     wait_for(page, lambda: [row["path"] for row in read_folders(site)] == [str(folder)])
 
-    # By keyboard alone: from the image to its box, on with Ctrl+Enter, over the end of the page.
+    # By keyboard alone: past all images; from the image to its box, on with Ctrl+Enter, over the end of the page.
+    page.locator(".wb-skip").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".wb-keys")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.locator("#new-folders-open")).to_be_focused()
     page.locator(".wb-open").first.focus()
     page.keyboard.press("End")
     expect(page.locator(".wb-open").nth(23)).to_be_focused()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families
@@ -12,7 +13,7 @@ from lora_fp8.data import buckets, caption_journal, caption_operations, clips, i
 from lora_fp8.data.image_edits import NOTHING, WHOLE
 from lora_fp8.errors import UserError
 
-from .. import dataset_folder, form, sanitize
+from .. import dataset_folder, form, image_folders, sanitize
 from ..context import Ui
 from . import captioning, captions
 from .training_settings import TrainingSettings
@@ -257,8 +258,12 @@ class FolderView:
         }
 
 
-def list_draft_folders(ui: Ui) -> list[dict[str, str]]:
-    """List the folders of New training that exist and may be shown: path and name."""
-    return [
-        {"path": str(path), "name": sanitize.strip_unseen(path.name)} for path in TrainingSettings(ui).list_folders()
-    ]
+def list_draft_folders(ui: Ui) -> list[dict[str, Any]]:
+    """List the folders of New training: path, name, whether nothing is in them, and whether they are missing."""
+    listed = []
+    for given, folder in TrainingSettings(ui).list_folders().items():
+        place = folder or Path(given)
+        empty = folder is not None and not image_folders.count_files(folder).files
+        name = sanitize.shorten(place.name or given, 60)
+        listed.append({"path": str(folder or given), "name": name, "empty": empty, "missing": folder is None})
+    return listed

@@ -64,20 +64,25 @@ class TrainingSettings:
                         own_rows.append(row)
         return own_rows
 
-    def list_folders(self) -> list[Path]:
-        """List the folders of New training that exist and that the page may show, each once."""
+    def list_folders(self) -> dict[str, Path | None]:
+        """List the folders of New training, each once: as written -> its place; None if missing or not allowed."""
         home = self.ui.place.home
         try:
             rows = form.read_values(Draft(home).load_text(), home)["dataset.folders"]
         except UserError:  # New training reports what is wrong with it
-            return []
-        folders = []
+            return {}
+        folders: dict[str, Path | None] = {}
         for row in rows if isinstance(rows, list) else []:
             path = row.get("path") if isinstance(row, dict) else None
             if isinstance(path, str) and path:
-                with contextlib.suppress(UserError):
-                    folders.append(self.ui.resolve_path(home / os.path.expanduser(path)))
-        return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+                folder = None
+                with contextlib.suppress(UserError):  # New training reports what is wrong with a path
+                    folder = self.ui.resolve_path(home / os.path.expanduser(path))
+                if folder is None or not folder.is_dir():
+                    folders[path] = None
+                elif folder not in folders.values():
+                    folders[path] = folder
+        return folders
 
     def find_mask(self, folder: Path) -> str:
         """Return where New training has the masks of a folder, as in dataset.folders; "" if it names none."""

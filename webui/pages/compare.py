@@ -24,6 +24,8 @@ from .run import rendering
 MOST = 8
 """The number of colours of a chart."""
 LISTED = 200
+OPEN = ("auto", ["auto"])
+"""Values that a run replaces when it starts."""
 ADDRESS = """(runs) => {
   const address = new URL(location.href);
   if (runs.length) address.searchParams.set('runs', runs.join(',')); else address.searchParams.delete('runs');
@@ -170,24 +172,38 @@ def render_previews(ui: Ui, chosen: list[tuple[JobView, RunLog]], prompt: str | 
 
 
 def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
-    """Render the settings that differ between the runs."""
+    """Render the settings that differ between the runs. An automatic value that a run has not chosen yet is none."""
     if len(chosen) < 2:
         return ""
     flat = [dict(_flatten(_read_config(ui, view))) for view, _ in chosen]
     names = list(dict.fromkeys(name for values in flat for name in values))
-    rows = []
+    rows, undecided, waiting = [], [], set()
     for name in names:
         values = [config.get(name) for config in flat]
-        if name not in ("name", "output_dir") and any(value != values[0] for value in values):
-            cells = ("<br>".join(map(escape, setting_values.format_lines(ui, name, value))) for value in values)
-            key = f"section.{name}" if f"section.{name}" in translations.load_setting_texts() else name
-            label = translations.get_label(ui.language, key)
-            rows.append([f"{escape(label)}<br><code>{escape(name)}</code>" if label != name else escape(name), *cells])
+        known = [value for value in values if value not in OPEN]
+        if name in ("name", "output_dir") or all(value == values[0] for value in values):
+            continue
+        if known and all(value == known[0] for value in known):
+            undecided.append(name)
+            waiting |= {label_run(view) for (view, _), value in zip(chosen, values, strict=True) if value in OPEN}
+            continue
+        cells = ("<br>".join(map(escape, setting_values.format_lines(ui, name, value))) for value in values)
+        label = _get_label(ui, name)
+        rows.append([f"{escape(label)}<br><code>{escape(name)}</code>" if label != name else escape(name), *cells])
+    note = ""
+    if undecided:
+        runs_of = ", ".join(label_run(view) for view, _ in chosen if label_run(view) in waiting)
+        settings = ui.say("compare.and").join(_get_label(ui, name) for name in undecided)
+        note = f'<p class="dim">{escape(ui.say("compare.undecided", runs=runs_of, settings=settings))}</p>'
     if not rows:
-        return f'<p class="empty">{ui.say("compare.same")}</p>'
-    return f"<h2>{ui.say('compare.differs')}</h2>" + run_cards.render_table(
-        ["", *(escape(label_run(view)) for view, _ in chosen)], rows
-    )
+        return f'<p class="empty">{ui.say("compare.same_so_far" if undecided else "compare.same")}</p>{note}'
+    table = run_cards.render_table(["", *(escape(label_run(view)) for view, _ in chosen)], rows)
+    return f"<h2>{ui.say('compare.differs')}</h2>{table}{note}"
+
+
+def _get_label(ui: Ui, name: str) -> str:
+    key = f"section.{name}" if f"section.{name}" in translations.load_setting_texts() else name
+    return translations.get_label(ui.language, key)
 
 
 def _read_config(ui: Ui, view: JobView) -> dict[str, Any]:

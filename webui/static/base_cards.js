@@ -68,7 +68,7 @@ use.addEventListener("click", () => take(search.value.trim()));
 // On a phone the chosen base is described above the cards, out of view. What was pasted before is not the base any more.
 document.addEventListener("click", (event) => {
   if (!event.target.closest?.(":is(#new-base-cards, #new-base-state) [data-do=choose]")) return;
-  document.getElementById("new-base-state").scrollIntoView({ block: "nearest", behavior: "smooth" });
+  document.getElementById("new-base-state").scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
   if (used && search.value.trim() === used) search.value = used = "";
   show();
 });

@@ -1001,10 +1001,11 @@ class Workbench {
       this.picked = make("span", { class: "wb-dim", role: "status" }));
     this.tools = make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
       make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared));
-    this.keys = make("p", { class: "wb-dim wb-keys", text: say("keys") });
+    this.keys = make("p", { class: "wb-dim wb-keys", text: say("keys"), tabindex: "-1" });
+    this.skip = button(say("skip"), () => this.keys.focus(), { class: "wb-button wb-skip" }); // seen by the keyboard only
     this.body = make("div", { hidden: true },
       this.isDataset ? null : this.tabs, this.tools,
-      this.picking, this.auto.panel, this.auto.job, this.grid.element, this.empty,
+      this.picking, this.auto.panel, this.auto.job, this.skip, this.grid.element, this.empty,
       make("div", { class: "wb-row wb-foot" }, this.pager, this.examining), this.keys);
     this.table = button(say("table"), () => this.showTable(this.table.ariaExpanded !== "true"), {
       "aria-expanded": "false", "aria-controls": "new-folders", id: "new-folders-open", hidden: given.page !== "new",
@@ -1337,7 +1338,7 @@ class Workbench {
     // A folder that was just added comes with one of the next answers.
     const expected = this.folder && Date.now() - (this.filledAt ?? 0) < 4 * REST;
     const isOpen = folders.some((one) => one.path === this.folder);
-    if (!this.isDataset && !isOpen && !expected) this.open(folders[0]?.path ?? "");
+    if (!this.isDataset && !isOpen && !expected) this.open(folders.find((one) => !one.missing)?.path ?? "");
     const remove = (one) => button("×", () => this.trigger("delete", { folder: one.path }), {
       class: "wb-button plain", "aria-label": this.say("folder.remove", { folder: one.name }),
       title: this.say("folder.remove", { folder: one.name }),
@@ -1345,11 +1346,16 @@ class Workbench {
     this.tabs.replaceChildren(
       ...(this.isDataset ? [make("span", { class: "wb-dim", text: this.say("folders.draft") })] : []),
       ...folders.map((one) => make("span", { class: "wb-chip" },
-        button(one.name, () => this.switchTo(one.path), {
+        button(this.label(one), () => this.switchTo(one.path), {
+          disabled: one.missing,
           "aria-pressed": String(one.path === this.folder), title: one.path, class: "wb-button plain",
         }),
         this.isDataset ? null : remove(one))));
     show(this.tabs, folders.length > 0);
+  }
+
+  label({ name, empty, missing }) {
+    return empty || missing ? this.say(missing ? "folder.missing" : "folder.empty", { folder: name }) : name;
   }
 
   async switchTo(path) {

@@ -24,7 +24,8 @@ const show = (scroll) => {
     const pressed = String(Number(button.dataset.lora) === cell.lora);
     if (button.getAttribute('aria-pressed') !== pressed) button.setAttribute('aria-pressed', pressed);
   }
-  if (scroll) viewer.scrollIntoView({block: 'nearest', behavior: 'smooth'});
+  const still = matchMedia('(prefers-reduced-motion: reduce)').matches;
+  if (scroll) viewer.scrollIntoView({block: 'nearest', behavior: still ? 'auto' : 'smooth'});
 };
 const choose = (target, values, scroll) => {
   const viewer = element.querySelector('.viewer');

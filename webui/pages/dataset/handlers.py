@@ -36,7 +36,7 @@ class Handlers:
     def open(self, request: gr.Request) -> list[Any]:
         """Handle the opening of the page: show the folder that its address names, or the first of New training."""
         training = TrainingSettings(self.ui)
-        trained = [str(folder) for folder in training.list_folders()]
+        trained = [str(folder) for folder in training.list_folders().values() if folder]
         given = dict(request.query_params).get("folder", "") or (trained[0] if trained else "")
         offered = [*trained, *map(str, image_folders.find_folders(self.ui.place.roots))]
         choices = gr.update(choices=[*dict.fromkeys([*offered, *([given] if given else [])])], value=given or None)

@@ -7,9 +7,11 @@ from typing import Any
 
 from lora_fp8 import families, settings
 from lora_fp8.config.relations import NO_BASE, NO_FOLDER
+from lora_fp8.config.validation import STILL_OPEN, TODO
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
+from lora_fp8.run import disk_space
 
 from ... import base_models, dataset_folder, form, image_folders, run_monitor, sanitize, setting_values, submission
 from ...context import Ui
@@ -169,6 +171,8 @@ class Problems:
 
     def _check_path(self, key: str, path: str) -> None:
         """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
+        if path == TODO:  # an import left it open
+            raise UserError(STILL_OPEN)
         if (
             key == "dataset.cache_dir"
             and not (os.path.isabs(path) or path.startswith("~"))
@@ -176,8 +180,10 @@ class Problems:
         ):
             return  # below the page's home
         full = self.ui.resolve_path(self.reader.resolve_local(path))
-        if key in ("output_dir", "dataset.cache_dir"):
-            return  # created if missing
+        if key in ("output_dir", "dataset.cache_dir"):  # created if missing
+            if why := disk_space.find_write_obstacle(full):
+                raise UserError(disk_space.NOT_WRITABLE(path=sanitize.shorten(path), why=why))
+            return
         kind = settings.PATHS.get(key, "folder")
         if not full.exists():
             if kind == "folder":

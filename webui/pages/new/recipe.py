@@ -9,9 +9,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from lora_fp8 import importing
 from lora_fp8.common.gpu import read_gpus
 from lora_fp8.config import dataset_recipe, recipes, short_config
 from lora_fp8.config.recipes import Value
+from lora_fp8.config.validation import STILL_OPEN, TODO
 from lora_fp8.errors import Message, UserError
 
 from ... import form, sanitize, setting_values, translations
@@ -35,11 +37,17 @@ class Recipe:
         self._lock = threading.Lock()
 
     def propose(self, text: str) -> dict[str, Value]:
-        """Return what the images of this draft ask for, by setting; {} without goal or images, and for a demo base."""
+        """Return what the images of this draft ask for, by setting; {} without goal or images, and for a demo base.
+
+        The epochs of an imported config give its steps, with and without a goal.
+        """
         try:
             values = form.read_values(text, self.draft.home)
         except UserError:
             return {}
+        return self._propose_for_goal(values) | self._convert_epochs(text, values)
+
+    def _propose_for_goal(self, values: dict[str, Any]) -> dict[str, Value]:
         goal, family = self._find_goal(values), str(values["model.family"])
         if not goal or values["model.path"] == "demo":
             return {}  # a demo's preset has all values
@@ -55,6 +63,17 @@ class Recipe:
             proposed["preview.prompts"] = Value("preview.prompts", prompts, short_config.PROMPTS)
             proposed["preview.every"] = Value("preview.every", every, Message("Preview interval, in steps."))
         return {key: value for key, value in proposed.items() if key not in NEVER_PROPOSED}
+
+    def _convert_epochs(self, text: str, values: dict[str, Any]) -> dict[str, Value]:
+        """Return the steps of the epochs that an import left open; "TODO" as long as there are no images."""
+        epochs = importing.find_epochs(text)
+        batch, accumulate = values["train.batch_size"], values["train.accumulate"]
+        if not epochs or not all(isinstance(number, int) and number > 0 for number in (batch, accumulate)):
+            return {}
+        samples = self._count_images(values).samples
+        if not samples:
+            return {"train.steps": Value("train.steps", TODO, STILL_OPEN)}
+        return {"train.steps": Value("train.steps", *importing.convert_epochs(epochs, samples, batch, accumulate))}
 
     def follow(self, before: dict[str, Value]) -> None:
         """Write into the draft what is proposed differently than `before`, unless a person has set it otherwise.
@@ -113,7 +132,7 @@ class Recipe:
             return "".join(parts)
         goal, family = self._find_goal(values), str(values["model.family"])
         if not goal or family not in self.reader.families:
-            return "".join(parts)
+            return "".join(parts) + self._render_imported_steps(text, values)
         card = next((gb for name in values["preset"] if (gb := recipes.parse_card(name))), 0)
         chosen = {value.key: value for value in recipes.list_goal_values(goal, family)}
         if card:
@@ -138,6 +157,13 @@ class Recipe:
                 f"<details><summary>{escape(title)}</summary><table class='facts wide recipe'>{rows}</table></details>"
             )
         return "".join(parts)
+
+    def _render_imported_steps(self, text: str, values: dict[str, Any]) -> str:
+        """Render the steps that an import's epochs gave, with the arithmetic; "" if the draft has others."""
+        proposed = self._convert_epochs(text, values).get("train.steps")
+        if not proposed or proposed.value == TODO or values["train.steps"] != proposed.value:
+            return ""
+        return f"<table class='facts wide recipe'>{self._render_value(proposed)}</table>"
 
     def _render_value(self, value: Value) -> str:
         """Render a value of the recipe as a row: the setting, its value, and why."""

@@ -51,6 +51,8 @@ class Summary:
         facts: list[tuple[str, str]] = []
         counts = self.reader.count_folders(values)
         for folder, contents, *_ in counts:
+            if not contents.files:
+                continue  # a problem says so
             amounts = {"folder": folder.name, "count": contents.pictures, "without": contents.without_caption}
             line = (
                 say("new.clips.count", videos=contents.videos, **amounts)

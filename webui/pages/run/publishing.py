@@ -5,7 +5,8 @@ from typing import Any
 import gradio as gr
 from gradio.blocks import Block
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
+from lora_fp8.tools import hub
 
 from ... import hub_uploads, live_panel, run_monitor
 from ...context import Ui
@@ -22,6 +23,27 @@ def describe_note(ui: Ui, note: str) -> str:
     if option in FIELDS:
         return ui.say("run.kit_missing", field=ui.say(FIELDS[option]))
     return ui.say("run.kit_no_base") if option == "--base-model" else ui.translate(note)
+
+
+REFUSALS: dict[str, tuple[str, str]] = {
+    hub.EXISTS: ("push.exists", "push.update"),
+    hub.NOT_THERE: ("push.not_there", "push.update"),
+    hub.STAYS_PRIVATE: ("push.stays_private", "push.public"),
+}
+"""Messages that name an option of `lora-fp8 push` -> what the page says, and the box in the option's place."""
+
+
+def describe_refusal(ui: Ui, error: UserError) -> str:
+    """Describe why nothing is uploaded: with the page's boxes in place of options."""
+    lines = []
+    for line in error.problems:
+        template = line.template if isinstance(line, Message) else ""
+        if isinstance(line, Message) and template in REFUSALS:
+            key, box = REFUSALS[template]
+            lines.append(ui.say(key, field=ui.say(box), **line.values))
+        else:
+            lines.append(ui.translate(line))
+    return "\n".join(lines)
 
 
 class Publishing:
@@ -90,5 +112,5 @@ class Publishing:
             texts["license"] = texts.pop("licence", "")
             target = hub_uploads.start(self.ui, folder, repo, texts, public=public, update=update)
         except UserError as error:
-            return runs.show_notice(self.ui.translate(str(error)), wrong=True)
+            return runs.show_notice(describe_refusal(self.ui, error), wrong=True)
         return runs.show_notice(self.ui.say("push.queued", repo=target.repo))
