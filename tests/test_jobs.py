@@ -694,32 +694,46 @@ def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(found.value.problems) == 2
 
 
-@pytest.mark.parametrize(("wanted", "waits"), [("stop", True), ("cancel", False)])
+# (time, signals so far, killed) of a training whose previews take an hour, in two halves, after a stop at 1,000 s.
+SLOW = [(1170, 0, False), (1190, 1, False), (2700, 1, False), (4499, 1, False), (8100, 1, False), (8110, 1, True)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asks", "expected"),
+    [
+        ("stop", True, SLOW),
+        ("stop", False, [(1210, 0, False), (4499, 0, False), (8100, 0, False), (8110, 1, False)]),
+        ("cancel", True, [(1001, 1, False), (1070, 1, True)]),
+    ],
+    ids=["stop", "stop on Windows", "cancel"],
+)
 def test_a_training_is_not_killed_before_it_can_save(
-    queue: Queue, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch, wanted: str, waits: bool
+    queue: Queue,
+    add: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    asks: bool,
+    expected: list[tuple[int, int, bool]],
 ) -> None:
-    """Its previews take ten minutes: a stop that is asked for meanwhile is heard at the end of the next step."""
+    """It hears of a stop at the end of its next step, which comes after all previews that are being drawn."""
     id, sent, killed = add("slow"), list[int](), list[list[int]]()
     queue.store.update(id, phase="launched", token="a token", pid=17, asked=1000.0, wanted=wanted)
-    events = [("stage", 300.0), ("step", 305.0), ("step", 310.0), ("preview", 910.0), ("step", 915.0)]
-    lines = [{"event": kind, "stage": "train", "step": number, "t": t} for number, (kind, t) in enumerate(events)]
-    folder = Path(queue.store.read_row(id).folder)
-    folder.mkdir(parents=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    file = Path(queue.store.read_row(id).folder) / "events.jsonl"
+    file.parent.mkdir(parents=True)
+    events = [("stage", 900), ("step", 905), ("step", 910), ("progress", 2700), ("progress", 4500)]
     one = jobs.Worker(queue.home, ["0"], report=lambda line: None)
+    monkeypatch.setattr(worker.system, "CAN_ASK_TO_STOP", asks)
     monkeypatch.setattr(worker.procs, "find_members", lambda token: [17, 18])
     monkeypatch.setattr(worker.procs, "find_parent", lambda pid: 1)
     monkeypatch.setattr(worker.procs, "send", lambda pids, number: sent.append(number))
     monkeypatch.setattr(worker.procs, "kill", killed.append)
-    for now, expected in ((1190, []), (1210, []), (2250, [signal.SIGTERM])):
+    for now, signals, is_killed in expected:
         monkeypatch.setattr(worker.time, "time", lambda now=now: float(now))
         monkeypatch.setattr(worker, "now", lambda now=now: float(now))
+        lines = [{"event": kind, "stage": "train", "t": t, "step": 1} for kind, t in events if t <= now]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         one._stop(queue.store.read_row(id))
-        assert sent == (expected if waits else [signal.SIGTERM]), now
-    for now, expected in ((2320, waits), (3460, False)):
-        monkeypatch.setattr(worker.time, "time", lambda now=now: float(now))
-        one._stop(queue.store.read_row(id))
-        assert (not killed) == expected, now
+        assert (sent, bool(killed)) == ([signal.SIGTERM] * signals, is_killed), now
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Progress:
     newest: tuple[float, int] | None = None
     counted: tuple[float, int] | None = None  # time and number of the first event "progress" of its kind
     heard: float = 0  # time of the newest event of the training; 0 in other stages
-    longest_silence: float = 0  # most seconds between two events of the training: a step, or previews
+    longest_silence: float = 0  # most seconds between two events of the training
 
     @property
     def alive_at(self) -> float:

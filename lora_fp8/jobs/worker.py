@@ -5,9 +5,10 @@ is wanted, the system's process table says what is alive. It can therefore be ki
 the next worker takes them over.
 
 A job is stopped in steps: a file control/stop in its run folder (the trainer saves at the end of its step); after
-`patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. Both waits are at
-least twice as long as a step or its previews have taken. Before the first step there is nothing to save, so SIGTERM
-comes at once, as it does for a job that is cancelled. On Windows it kills, and so it is the last step there.
+`patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. A training that is
+to save is killed only if it has logged nothing for `silence_s`, or for twice as long as it ever did before. Before the
+first step there is nothing to save, so SIGTERM comes at once, as it does for a job that is cancelled. On Windows
+SIGTERM kills, and so it is the last step there.
 """
 
 import contextlib
@@ -48,15 +49,16 @@ PROGRAM = ("-m", "lora_fp8")
 NOTHING_TO_SAVE = ("", "start", "download", "cache", "memory", "load", "preflight")
 """Stages in which a request to stop is followed by SIGTERM at once."""
 MOST_SILENCE_S = 3600.0
-"""Longest silence of a training that its stop waits for: a longer one is that of a machine that slept."""
+"""Longest silence of a training that counts when it is stopped: a longer one is that of a machine that slept."""
 
 
 class Settings(Section):
     """worker.toml in the home folder; every setting is optional."""
 
     gpus: list[str] = Field(default=[], description="GPU groups, such as ['0,1', '2']; empty: each GPU by itself.")
-    patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM, at least.")
-    kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL, at least.")
+    patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM.")
+    kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL.")
+    silence_s: float = Field(default=1800, ge=0, description="How long a training that is to save may log nothing.")
     logs: int = Field(default=5, ge=0, description="Logs of earlier attempts that are kept.")
     webhook: str = Field(default="", description="Address that gets a message when a job ends; empty: none.")
 
@@ -506,19 +508,33 @@ class Worker:
         at_once = (
             row.kind == "command" or stage in NOTHING_TO_SAVE or (row.wanted == "cancel" and system.CAN_ASK_TO_STOP)
         )
-        # It saves at the end of its next step, which may come after previews that take many minutes.
-        saves_within = 2 * min(progress.longest_silence, MOST_SILENCE_S) if row.wanted == "stop" and not at_once else 0
         pids = procs.find_members(row.token)
         keeper = row.pid if row.pid in pids else 0
         if not row.termed:
-            if at_once or time.time() - row.asked > max(self.settings.patience_s, saves_within):
+            may_kill = not system.CAN_ASK_TO_STOP and not at_once
+            if at_once or self._has_waited(row, row.asked, self.settings.patience_s, progress if may_kill else None):
                 self._terminate(row, pids, keeper)
-        elif time.time() - row.termed > max(self.settings.kill_after_s, saves_within):
+        elif self._has_waited(row, row.termed, self.settings.kill_after_s, None if at_once else progress):
             if not row.killed:
                 self.store.update(row.id, killed=now())
                 self.report(Message("job {id} ({name}): did not end and was killed", id=row.id, name=row.name))
             # The keeper is killed last: it writes the record.
             procs.kill([pid for pid in pids if pid != keeper] or pids)
+
+    def _has_waited(self, row: Row, since: float, seconds: float, progress: run_events.Progress | None) -> bool:
+        """Return True if the next step to stop a job is due.
+
+        Args:
+            row: the job.
+            since: time of the step before.
+            seconds: to wait after it.
+            progress: what the training has logged, if the next step may kill it. It saves at the end of its step, and
+                there may be many previews before that. So one that is to save is not killed while it logs something.
+        """
+        if progress is not None and row.wanted == "stop":
+            since = max(since, progress.heard)
+            seconds = max(seconds, self.settings.silence_s, 2 * min(progress.longest_silence, MOST_SILENCE_S))
+        return time.time() - since > seconds
 
     def _ask_to_stop(self, row: Row) -> run_events.Progress:
         """Request a stop in the job's run folder. Return how far the run is."""
