@@ -9,6 +9,7 @@ how long the process has been running.
 import itertools
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import miniatures
@@ -25,7 +26,7 @@ from lora_fp8.data import loader
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
-from lora_fp8.stages import finish, milestones
+from lora_fp8.stages import finish, milestones, previews
 from lora_fp8.stages import step as step_stage
 from lora_fp8.training import checkpoint, optim
 
@@ -162,9 +163,9 @@ def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_p
     def watch(module, name, what, where):
         original = getattr(module, name)
 
-        def watching(*args):
+        def watching(*args, **more):
             seen[what, args[-1]] = adapters.copy_state(where(args))
-            return original(*args)
+            return original(*args, **more)
 
         monkeypatch.setattr(module, name, watching)
 
@@ -529,6 +530,37 @@ def test_planted_adapter_not_restored(make_job, tmp_path, settings, whole, monke
     run(good)
     monkeypatch.setattr(adapters, "load_state_", lambda denoiser, tensors: None)
     assert resumed_in_the_middle(make_job, tmp_path / "bad", more) != payloads(good)
+
+
+@pytest.mark.parametrize("how", ["request", "signal"])
+def test_a_stop_between_two_previews_saves_at_once_and_resuming_draws_them(
+    make_job, tmp_path, tree_hash, monkeypatch, how
+):
+    """Previews may take many minutes; the steps since the last checkpoint are not kept waiting for them."""
+    shown = (*SMALL, "preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=3", "preview.steps=1")
+    shown += ("preview.at_start=false", "checkpoint.every=5", "export.verify=false")
+    whole, stopped = make_job(tmp_path / "whole", *shown), make_job(tmp_path / "stopped", *shown)
+    run(whole)
+    real, drawn = previews.draw_clips, []
+
+    def draw_clips(*given):
+        drawn.append(given[-1])
+        if len(drawn) == 2:  # of step 3
+            if how == "signal":
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                Run(folder_of(stopped)).request("stop")
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(previews, "draw_clips", draw_clips)
+        with pytest.raises(Stopped, match="saved at step 3"):
+            run(stopped)
+    assert drawn == [[0], [1]] and not list((folder_of(stopped) / "samples").glob("step-000003-*"))
+    run(stopped, resume=True)
+    assert outcome(stopped, tree_hash) == outcome(whole, tree_hash)
+    images = [tree_hash(folder_of(job) / "samples") for job in (whole, stopped)]
+    assert images[0] == images[1] and sum(name.startswith("step-000003-") for name in images[0]) == 3
 
 
 def test_planted_another_seed(make_job, tmp_path, settings, whole):

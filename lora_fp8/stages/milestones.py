@@ -51,7 +51,8 @@ class Milestones:
         if "validation" in missed or (self.data.held_out and step == 0):
             self.validate(step)
         if "preview" in missed or (self.data.preview.prompts and job.preview.at_start and step == 0):
-            self.draw(step)
+            if not self.draw(step):
+                self._stop(step)
 
     def after_step(self, gradient: Gradient, figures: dict[str, float]) -> None:
         """Do what is due after the step of `state`.
@@ -86,22 +87,28 @@ class Milestones:
         # Who stops does not wait for previews that may take minutes: resuming draws them, see `find_missed`.
         is_due = "stop" not in requests and is_preview_due(job, self.data.preview, step)
         is_due = is_due or changed or "preview" in requests
-        if self.data.preview.prompts and is_due and not self.is_over:
-            self.draw(step)
+        if self.data.preview.prompts and is_due and not self.is_over and not self.draw(step):
+            requests |= {"stop"}
+            if not saves:
+                self.save()
         if "sample" in requests:
             with self.loaded.optimizer.evaluation():
                 self._live_previews.draw_samples(step)
         if "stop" in requests and not self.is_over:
-            with self.session.together():
-                if self._log_is_full is not None:
-                    raise self._log_is_full
-                raise Stopped(
-                    Message(
-                        "saved at step {step}; `{command}` continues",
-                        step=step,
-                        command=f"lora-fp8 resume {quote_path(self.session.run.path)}",
-                    )
+            self._stop(step)
+
+    def _stop(self, step: int) -> None:
+        """Raise Stopped, or the error that has filled the disk; there is a checkpoint of this step."""
+        with self.session.together():
+            if self._log_is_full is not None:
+                raise self._log_is_full
+            raise Stopped(
+                Message(
+                    "saved at step {step}; `{command}` continues",
+                    step=step,
+                    command=f"lora-fp8 resume {quote_path(self.session.run.path)}",
                 )
+            )
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         vram_gb = round(memory.read_peak_gib(self.session.processes.device), 3)
@@ -135,14 +142,30 @@ class Milestones:
                 held_out.record(self.session, self.data, self.loaded, self.state, measurement)
                 self._has_ended = held_out.has_ended(self.session, self.state)
 
-    def draw(self, step: int) -> None:
-        """Draw previews."""
+    def draw(self, step: int) -> bool:
+        """Draw previews. Return False if a stop was requested meanwhile: they are drawn when the run is resumed.
+
+        Several processes draw all of them, as they would have to agree on where to stop. So does step 0, which has no
+        checkpoint to resume from.
+        """
+        can_stop = self.session.processes.world == 1 and step > 0
         with self.loaded.optimizer.evaluation():
             prompts = encode_preview_prompts(self.data, self.loaded)
             self.loaded.free_recordings()
-            with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
-                drawn = previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
+            model, section = self.loaded.denoiser, self.data.preview
+            try:
+                with self.session.together(), precision.decoded_compute(model):
+                    drawn = previews.draw(
+                        *(self.session, model, section, prompts, step),
+                        is_stopped=lambda: can_stop and self._is_stop_requested(),
+                    )
+            except previews.StoppedDrawing:
+                return False
         self.data.scores.score(self.session, drawn, prompts.texts, step)
+        return True
+
+    def _is_stop_requested(self) -> bool:
+        return self.session.stop.requested or self.session.run.take_request("stop")
 
 
 def is_export_due(job: Job, step: int) -> bool:

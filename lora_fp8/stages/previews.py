@@ -8,7 +8,7 @@ frames, at the model's frame rate.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ from ..run import Run
 from .cache import PreviewPrompts
 from .progress import StageProgress
 from .session import Session
+
+
+class StoppedDrawing(Exception):
+    """A stop was requested before all previews of a step were drawn; none of them was written."""
 
 
 def render(family: ModelFamily, pipeline: Any, prompts: PreviewPrompts, side: int) -> list[Image.Image]:
@@ -66,7 +70,12 @@ def draw_clips(
 
 
 def draw(
-    session: Session, denoiser: nn.Module, section: settings.Preview, prompts: PreviewPrompts, step: int
+    session: Session,
+    denoiser: nn.Module,
+    section: settings.Preview,
+    prompts: PreviewPrompts,
+    step: int,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[Image.Image]:
     """Draw the previews of this step into the run's samples/.
 
@@ -78,13 +87,17 @@ def draw(
         section: the `[preview]` table in force, which a user may have changed since the run began.
         prompts: its prompts, encoded.
         step: of the adapters.
+        is_stopped: asked before each preview; True ends the drawing.
 
     Returns:
         The images on the main process (of clips, the first frames), none on the others or where one failed.
+
+    Raises:
+        StoppedDrawing: `is_stopped` was True.
     """
     run = session.run
     paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
-    if not _draw_into(paths, session, denoiser, prompts, step) or not session.processes.is_main:
+    if not _draw_into(paths, session, denoiser, prompts, step, is_stopped) or not session.processes.is_main:
         return []
     run.log_event(
         "preview", step=step, **_name_files(run, paths, section), prompts=section.prompts, **_describe(section)
@@ -112,6 +125,7 @@ def _draw_into(
     denoiser: nn.Module,
     prompts: PreviewPrompts,
     step: int,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Draw each prompt into a file; the processes share them. Return False if one failed, which is a warning."""
     family, processes = session.family, session.processes
@@ -126,6 +140,8 @@ def _draw_into(
         with processes.passing(), without_attached(denoiser):
             pipeline = family.make_pipeline(denoiser, tiled=session.tiles_previews) if turns else None
             for number, is_own in turns:
+                if is_stopped():
+                    raise StoppedDrawing
                 clips = draw_clips(family, pipeline, prompts, side, [number])
                 if is_own:
                     drawn += clips
