@@ -94,10 +94,10 @@ def test_previews_get_the_memory_of_the_recordings(
     real_load, real_draw = load.load, previews.draw
     held: list[load.Loaded] = []
 
-    def draw(*given: Any) -> Any:
+    def draw(*given: Any, **more: Any) -> Any:
         assert held[0].recorder is not None
         kept.append(held[0].recorder.count)
-        return real_draw(*given)
+        return real_draw(*given, **more)
 
     monkeypatch.setattr(train, "load", lambda *given: held.append(real_load(*given)) or held[0])
     monkeypatch.setattr(previews, "draw", draw)
