@@ -225,7 +225,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
             "train.steps",
             Message(
                 "{epochs} epochs = {epochs} x images x repeats / (train.batch_size x train.accumulate) steps. "
-                "Import again on the machine that has the images, or fill in the number",
+                "Import again on the machine that has the images, add them on the page, or fill in the number",
                 epochs=epochs,
             ),
         )
