@@ -20,7 +20,7 @@ SENTENCES = {
     "stage": Template("{stage}"),
     "training": Template("step {step} of {steps}"),
     "stop_asked": Template("stopping: it saves first"),
-    "stop_term": Template("stopping: it did not respond to the request, so SIGTERM was sent"),
+    "stop_term": Template("stopping: SIGTERM was sent; a training saves at the end of its step"),
     "stop_kill": Template("stopping: it did not respond to the request or to SIGTERM, so it was killed (SIGKILL)"),
     "cancelled": Template("removed from the queue before it started"),
     "stopped": Template("stopped and saved at step {step}"),
