@@ -10,7 +10,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -365,39 +365,46 @@ steps = 6
                 (there / name).parent.mkdir(parents=True, exist_ok=True)
                 (there / name).write_text(text, encoding="utf-8")
         run = str(place / "runs" / self.name)
-        os.environ["LORA_FP8_HOME"] = str(place / "home")
-        handle.save(handle.Handle(self.name, "ssh", "", str(place / "there-1"), "runs/zibo", run, created=1.0))
+        with _environment("LORA_FP8_HOME", place / "home"):
+            handle.save(handle.Handle(self.name, "ssh", "", str(place / "there-1"), "runs/zibo", run, created=1.0))
 
     def acts(self) -> list[Act]:
-        from lora_fp8.jobs.remote import fetch, handle
-
-        return [
-            ("fetch", lambda place: fetch.fetch(self._load_job(place))),
-            ("train on there", lambda place: handle.update(self._load_job(place), folder=str(place / "there-2"))),
-            ("fetch again", lambda place: fetch.fetch(self._load_job(place))),
-        ]
+        return [("fetch", self._fetch), ("train on there", self._train_on), ("fetch again", self._fetch)]
 
     def mend(self, place: Path) -> None:
-        from lora_fp8.jobs.remote import fetch
-
-        job = self._load_job(place)
-        if any(name.startswith("coming/") for name in job.fetched):
-            fetch.fetch(job)
+        with self._loaded(place) as job:
+            is_interrupted = any(name.startswith("coming/") for name in job.fetched)
+        if is_interrupted:
+            self._fetch(place)
 
     def view(self, place: Path) -> Any:
         run = place / "runs" / self.name
         files = {str(path.relative_to(run)): _hash(path) for path in sorted(run.rglob("*")) if path.is_file()}
         own = ("lock", "config.toml")  # the config names `place`
-        return Path(self._load_job(place).folder).name, {name: files[name] for name in files if name not in own}
+        with self._loaded(place) as job:
+            return Path(job.folder).name, {name: files[name] for name in files if name not in own}
 
-    def _load_job(self, place: Path) -> Any:
-        """Return the job. Where `place` was laid out from a trace, its paths are those of another folder."""
+    def _fetch(self, place: Path) -> None:
+        from lora_fp8.jobs.remote import fetch
+
+        with self._loaded(place) as job:
+            fetch.fetch(job)
+
+    def _train_on(self, place: Path) -> None:
         from lora_fp8.jobs.remote import handle
 
-        os.environ["LORA_FP8_HOME"] = str(place / "home")
-        job = handle.load(self.name)
-        here = {"folder": str(place / Path(job.folder).name), "output": str(place / "runs" / self.name)}
-        return job if (job.folder, job.output) == tuple(here.values()) else handle.update(job, **here)
+        with self._loaded(place) as job:
+            handle.update(job, folder=str(place / "there-2"))
+
+    @contextlib.contextmanager
+    def _loaded(self, place: Path) -> Iterator[Any]:
+        """Yield the job. Where `place` was laid out from a trace, its paths are those of another folder."""
+        from lora_fp8.jobs.remote import handle
+
+        with _environment("LORA_FP8_HOME", place / "home"):
+            job = handle.load(self.name)
+            here = {"folder": str(place / Path(job.folder).name), "output": str(place / "runs" / self.name)}
+            yield job if (job.folder, job.output) == tuple(here.values()) else handle.update(job, **here)
 
 
 class Made(Scene):
@@ -448,14 +455,27 @@ class Made(Scene):
     def _write_configs(self, place: Path) -> None:
         from lora_fp8.families import _components
 
-        os.environ["XDG_CACHE_HOME"] = str(place / "cache")
         configs = {"unet/config.json": {"layers": list(range(900))}, "vae/vae_config.json": {"channels": [4] * 600}}
-        _components.write_configs("sd15", configs, {})
+        with _environment("XDG_CACHE_HOME", place / "cache"):
+            _components.write_configs("sd15", configs, {})
 
     def _import(self, place: Path) -> None:
         from lora_fp8.data import dataset_import, foreign_datasets
 
         dataset_import.import_images(foreign_datasets.find_source(place / "shard.tar"), place / "birds")
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: Path) -> Iterator[None]:
+    """Set a variable for as long as this lasts: a scene is also played in the tests' own process."""
+    before = os.environ.get(name)
+    os.environ[name] = str(value)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _hash(path: Path) -> str:
