@@ -185,7 +185,7 @@ class UserError(Exception):
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, one line each."""
+        """Return what is wrong, one line each."""
         return [str(self)]
 
 
@@ -262,7 +262,7 @@ class UserErrors(UserError):
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, one line each."""
+        """Return what is wrong, one line each."""
         return self._problems
 
     def _format_heading(self) -> Message:

@@ -199,12 +199,12 @@ class Candidate:
 
     @property
     def ours(self) -> bool:
-        """True for this trainer, False for a peer."""
+        """Return True for this trainer, False for a peer."""
         return self.name.startswith("ours")
 
     @property
     def title(self) -> str:
-        """Name of the candidate in tables, with its switches."""
+        """Return the name of the candidate in tables, with its switches."""
         switches = " + compile" * self.compile + " + CUDA graphs" * self.cuda_graphs
         return self.name + switches + " + checkpointing" * self.checkpointing
 

@@ -222,6 +222,19 @@ def test_names_say_what_they_hold() -> None:
     assert sum(1 for path in PAGES for _ in named(path)) > 2000, "it looks at the names"
 
 
+def test_properties_are_described_by_a_verb() -> None:
+    """The linter's D401 leaves properties out."""
+    other = []
+    for path in (*CODE, *PAGES):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                kinds = {ast.unparse(decorator) for decorator in node.decorator_list}
+                text = ast.get_docstring(node) or "Return"
+                if kinds & {"property", "cached_property"} and not re.match("(Return|Begin|Tell)", text):
+                    other.append(f"{path.relative_to(ROOT)}: {node.name}: {text.splitlines()[0]}")
+    assert other == []
+
+
 TAKES_THE_JOB = {"config", "plan", "stages", "train", "training", "data", "tools"}
 """Rooms of a training in which a function may take the whole job. All others take the sections that they need."""
 

@@ -52,7 +52,7 @@ class Card:
 
     @property
     def is_mine(self) -> bool:
-        """True for a file or folder of this machine."""
+        """Return True for a file or folder of this machine."""
         return "mine" in self.groups
 
 

@@ -44,7 +44,7 @@ class Place:
 
     @property
     def settings_file(self) -> Path:
-        """The page's own settings: allowed folders and folders for models."""
+        """Return the page's own settings: allowed folders and folders for models."""
         return self.home / "settings.toml"
 
     def read_settings(self) -> dict[str, Any]:
@@ -74,17 +74,17 @@ class Place:
 
     @property
     def added(self) -> tuple[Path, ...]:
-        """Allowed folders that were added on the Settings page."""
+        """Return the allowed folders that were added on the Settings page."""
         return tuple(Path(text) for text in self.read_settings().get("roots", ()))
 
     @property
     def models(self) -> tuple[Path, ...]:
-        """Folders for base models that were added on the Settings page."""
+        """Return the folders for base models that were added on the Settings page."""
         return tuple(Path(text) for text in self.read_settings().get("models", ()))
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Folders below which files may be read and written, resolved."""
+        """Return the folders below which files may be read and written, resolved."""
         own = (self.home / part for part in OWN_FOLDERS)
         return tuple(dict.fromkeys([*self.given, *self.added, *self.models, *own]))
 

@@ -71,7 +71,7 @@ class DatasetFolder:
 
     @property
     def videos(self) -> list[str]:
-        """Names of the videos."""
+        """Return the names of the videos."""
         return [name for name in self.files if is_video(name)]
 
     def list_uncaptioned(self) -> list[str]:

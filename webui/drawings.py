@@ -50,14 +50,14 @@ class Drawing:
 
     @property
     def state(self) -> str:
-        """The state of its job; of a drawing without one "done" or "stopped"."""
+        """Return the state of its job; of a drawing without one "done" or "stopped"."""
         if self.job is not None:
             return self.job.state
         return "done" if self.record.get("state") == "done" else "stopped"
 
     @property
     def images(self) -> list[dict[str, Any]]:
-        """The finished images; what is no image is left out."""
+        """Return the finished images; what is no image is left out."""
         images = self.record.get("images")
         return [image for image in images if is_image(image)] if isinstance(images, list) else []
 

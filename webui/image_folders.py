@@ -60,7 +60,7 @@ class Count:
 
     @property
     def files(self) -> int:
-        """Images and videos."""
+        """Return images and videos."""
         return self.pictures + self.videos
 
 

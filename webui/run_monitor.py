@@ -62,7 +62,7 @@ class RunMonitor:
 
     @cached_property
     def queue(self) -> Queue:
-        """The queue. Opened where it is shown, so that the error of a damaged one appears there and all else works."""
+        """Return the queue, opened where it is shown: the error of a damaged one appears there, and all else works."""
         return Queue(self._place.home)
 
     def _read_views(self) -> list[JobView]:
@@ -272,7 +272,7 @@ def _get_mtime(path: Path) -> int:
 
 
 def list_gpus() -> list[dict[str, Any]]:
-    """Return name, utilization, memory and temperature of each NVIDIA GPU; [] if there is none."""
+    """Return the name, utilization, memory and temperature of each NVIDIA GPU; [] if there is none."""
     try:
         import pynvml
 

@@ -71,7 +71,7 @@ class FusedLora(lora.Linear):
 
     @property
     def fuses(self) -> bool:
-        """True if the layer can compute this LoRA in its kernel now, with the same result."""
+        """Return True if the layer can compute this LoRA in its kernel now, with the same result."""
         base = self.base_layer
         plain = isinstance(self.lora_dropout[ADAPTER], nn.Identity) and not self.lora_variant and not self.merged
         return isinstance(base, FrozenLinear) and base.takes_lora and plain and self.active_adapters == [ADAPTER]

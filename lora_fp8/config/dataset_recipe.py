@@ -61,7 +61,7 @@ class Pictures:
 
     @property
     def files(self) -> int:
-        """Images and videos."""
+        """Return images and videos."""
         return self.images + self.videos
 
 

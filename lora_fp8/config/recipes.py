@@ -245,7 +245,7 @@ class Recipe:
 
     @property
     def presets(self) -> list[str]:
-        """The names for `preset` in a config."""
+        """Return the names for `preset` in a config."""
         return [self.goal, format_card_name(self.card)]
 
 

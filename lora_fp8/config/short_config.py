@@ -45,13 +45,13 @@ class Wishes:
 
     @property
     def all_presets(self) -> list[str]:
-        """The names for `preset`: the recipe, then the others."""
+        """Return the names for `preset`: the recipe, then the others."""
         card = [recipes.format_card_name(self.card)] if self.card else []
         return [self.goal, *card, *self.presets]
 
     @property
     def edits(self) -> bool:
-        """True if the images have control images."""
+        """Return True if the images have control images."""
         return self.goal == "edit" or families.get(self.family).controls[0] > 0
 
 

@@ -56,34 +56,34 @@ class Placement:
 
     @property
     def box(self) -> tuple[int, int, int, int]:
-        """The crop inside the resized image: left, top, right and bottom."""
+        """Return the crop inside the resized image: left, top, right and bottom."""
         (left, top), (width, height) = self.crop_xy, self.bucket_wh
         return left, top, left + width, top + height
 
     @property
     def centre(self) -> tuple[float, float]:
-        """The middle of the crop inside the resized image, (x, y)."""
+        """Return the middle of the crop inside the resized image, (x, y)."""
         left, top, right, bottom = self.box
         return (left + right) / 2, (top + bottom) / 2
 
     @property
     def original_hw(self) -> Size:
-        """Size of the image before resizing (SDXL's `original_size`)."""
+        """Return the size of the image before resizing (SDXL's `original_size`)."""
         return self.original_wh[1], self.original_wh[0]
 
     @property
     def crop_top_left(self) -> Size:
-        """Top and left edge of the crop (SDXL's `crops_coords_top_left`)."""
+        """Return the top and left edge of the crop (SDXL's `crops_coords_top_left`)."""
         return self.crop_xy[1], self.crop_xy[0]
 
     @property
     def flipped_crop_top_left(self) -> Size:
-        """Top and left edge of the crop for the mirrored image: what was cut off at the right is now at the left."""
+        """Return the top and left edge of the mirrored image's crop: what was cut off at the right is at the left."""
         return self.crop_xy[1], self.resized_wh[0] - self.bucket_wh[0] - self.crop_xy[0]
 
     @property
     def target_hw(self) -> Size:
-        """Size that is trained, (height, width) (SDXL's `target_size`)."""
+        """Return the size that is trained, (height, width) (SDXL's `target_size`)."""
         return self.bucket_wh[1], self.bucket_wh[0]
 
     def shows(self, box: Box) -> bool:
@@ -102,7 +102,7 @@ class Placement:
 
     @property
     def upscaled(self) -> bool:
-        """True if the image has to be enlarged."""
+        """Return True if the image has to be enlarged."""
         return self.resized_wh[0] > self.original_wh[0] or self.resized_wh[1] > self.original_wh[1]
 
 
@@ -120,7 +120,7 @@ class Change:
 
     @property
     def key_parts(self) -> dict[str, Any]:
-        """What is added to the key of a cache entry; {} if nothing is changed."""
+        """Return what is added to the key of a cache entry; {} if nothing is changed."""
         return {
             **({"angle": self.angle} if self.angle else {}),
             **({"colour": self.colour} if self.colour else {}),
@@ -161,12 +161,12 @@ class Placed:
 
     @property
     def uid(self) -> str:
-        """The example's unique name in the dataset."""
+        """Return the example's unique name in the dataset."""
         return self.example.uid
 
     @property
     def bucket(self) -> Bucket:
-        """The size that all examples of a batch share: width, height, and for clips the number of frames."""
+        """Return the size that all examples of a batch share: width, height, and for clips the number of frames."""
         num_frames = len(self.example.frames)
         return (*self.placement.bucket_wh, num_frames) if num_frames > 1 else self.placement.bucket_wh
 

@@ -145,7 +145,7 @@ class Missing:
 
     @property
     def count(self) -> int:
-        """Number of entries to encode."""
+        """Return the number of entries to encode."""
         return len(self.images) + len(self.captions) + len(self.controls) + len(self.masks)
 
 

@@ -215,7 +215,7 @@ class Journal:
 
     @property
     def half_done(self) -> tuple[int, ...]:
-        """Numbers of the edits of the open operation."""
+        """Return the numbers of the edits of the open operation."""
         return self.open.numbers if self.open else ()
 
     # -- reading

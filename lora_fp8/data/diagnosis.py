@@ -282,7 +282,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """True if training could start."""
+        """Return True if training could start."""
         return not any(finding.level == "problem" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:

@@ -80,12 +80,12 @@ class Example:
 
     @property
     def file_uid(self) -> str:
-        """Key of the file inside the dataset, shared by all pieces of a clip."""
+        """Return the key of the file inside the dataset, shared by all pieces of a clip."""
         return f"{self.folder_index}/{self.relative}"
 
     @property
     def uid(self) -> str:
-        """Key of the example inside the dataset; stays the same when the dataset moves to another folder or machine."""
+        """Return the key of the example inside the dataset, which does not change when the dataset is moved."""
         return f"{self.file_uid}@{self.frames[0]}" if self.frames else self.file_uid
 
 

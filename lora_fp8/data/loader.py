@@ -67,7 +67,7 @@ class Item:
 
     @property
     def uid(self) -> str:
-        """Unique name of this use in the epoch: the example's, and which of its repeats it is."""
+        """Return the unique name of this use in the epoch: the example's, and which of its repeats it is."""
         return f"{self.placed.example.uid}#{self.repeat}"
 
 
@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def latent_hw(self) -> tuple[int, ...]:
-        """Size of the latents for `family.count_image_tokens`: (height, width), or (frames, height, width) of clips."""
+        """Return the latents' size for `family.count_image_tokens`: (height, width), or (frames, height, width)."""
         return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:

@@ -38,7 +38,7 @@ class Share:
 
     @property
     def repeats(self) -> Fraction:
-        """Average number of uses in an epoch."""
+        """Return the average number of uses in an epoch."""
         return Fraction(self.rate, self.unit)
 
 

@@ -52,7 +52,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """True if the LoRA does what the demo should show: it learned the concept, and the base kept what it knew."""
+        """Return True if the LoRA has learned the concept, and the base has kept what it knew."""
         learned = self.concept_after >= LEAST_CONCEPT and self.concept_before <= MOST_CONCEPT_BEFORE
         return learned and self.plain_after >= LEAST_KEPT * self.plain_before
 

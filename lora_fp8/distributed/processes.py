@@ -74,7 +74,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """True in the process that writes files and reports to the user."""
+        """Return True in the process that writes files and reports to the user."""
         return self.rank == 0
 
     def sum_(self, vector: Tensor) -> Tensor:

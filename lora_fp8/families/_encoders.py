@@ -114,7 +114,7 @@ class Encoders(Facts):
 
     @property
     def text_pipeline(self) -> Any:
-        """The diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
+        """Return the diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
         if self._text_pipeline is None:
             raise RuntimeError("encode_prompts outside of encode_in_turn")
         return self._text_pipeline

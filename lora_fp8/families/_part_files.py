@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
     @property
     def header(self) -> Header:
-        """Names, without the prefix, and shapes of the part's tensors."""
+        """Return the names, without the prefix, and shapes of the part's tensors."""
         return select_below(self.file.header, self.prefix)
 
     def read_tensors(self) -> dict[str, Tensor]:

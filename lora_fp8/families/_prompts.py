@@ -50,7 +50,7 @@ class Prompts(Encoders):
     # -- token limits ----------------------------------------------------------------------------------------------
     @property
     def max_sequence_length(self) -> int | None:
-        """The trained length, or less if a tokenizer reads less; None if the pipeline has no such argument."""
+        """Return the trained length, or less if a tokenizer reads less; None if the pipeline has no such argument."""
         limits = (self.load_tokenizer(name).model_max_length for name in self.judge_length_by)
         length = self.get_trained_length()
         return min(length, *limits) if length else None
@@ -119,7 +119,7 @@ class Prompts(Encoders):
 
     @property
     def longest_prompt(self) -> int:
-        """The most tokens that a prompt has in the conditioning."""
+        """Return the most tokens that a prompt has in the conditioning."""
         return self.max_sequence_length or min(map(self.compute_token_limit, self.judge_length_by))
 
     def estimate_longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

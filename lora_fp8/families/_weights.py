@@ -114,7 +114,7 @@ class WeightFile:
 
     @property
     def is_here(self) -> bool:
-        """True if the file is on this machine."""
+        """Return True if the file is on this machine."""
         return self.path.is_file()
 
     def read(self, name: str) -> Weight:

@@ -497,7 +497,7 @@ class ModelFamily(Latents, Prompts):
 
     @cached_property
     def outline(self) -> nn.Module:
-        """The denoiser on the meta device, built once: to be looked at, never changed."""
+        """Return the denoiser on the meta device, built once: to be looked at, never changed."""
         return self.make_empty_denoiser()
 
     def make_empty_denoiser(self) -> nn.Module:

@@ -146,7 +146,7 @@ class Family(ModelFamily):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of a prompt that Llama reads, without the template's, as the pipeline's `max_sequence_length`."""
+        """Return how many tokens of a prompt Llama reads beside the template: the pipeline's `max_sequence_length`."""
         return self.prompt_tokens
 
     def make_inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

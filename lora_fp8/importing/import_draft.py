@@ -100,7 +100,7 @@ class Import:
 
     @property
     def only_pictures(self) -> bool:
-        """True for a dataset file alone, which says nothing about the training."""
+        """Return True for a dataset file alone, which says nothing about the training."""
         return not self.settings.keys() & {"adapter", "optimizer", "schedule"}
 
 

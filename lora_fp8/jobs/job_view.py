@@ -77,7 +77,7 @@ class Sentence:
 
     @property
     def text(self) -> Message:
-        """The sentence."""
+        """Return the sentence."""
         arguments = {
             name: Sentence(**value).text if isinstance(value, dict) else value for name, value in self.args.items()
         }

@@ -36,7 +36,7 @@ class Progress:
 
     @property
     def alive_at(self) -> float:
-        """Time of the newest step while training, else that at which the stage began; 0 if unknown."""
+        """Return the time of the newest step while training, else that at which the stage began; 0 if unknown."""
         return self.newest[0] if self.stage == "train" and self.newest else self.since
 
     def compute_eta_s(self) -> float | None:

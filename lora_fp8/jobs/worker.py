@@ -6,7 +6,7 @@ the next worker takes them over.
 
 A job is stopped in steps: a file control/stop in its run folder (the trainer saves at the end of its step); after
 `patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. A training that is
-to save is killed only if it has logged nothing for `silence_s`, or for twice as long as it ever did before. Before the
+to save is killed only if it has logged nothing for `silence_s`, and for twice as long as it ever did before. Before the
 first step there is nothing to save, so SIGTERM comes at once, as it does for a job that is cancelled. On Windows
 SIGTERM kills, and so it is the last step there.
 """

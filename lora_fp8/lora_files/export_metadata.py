@@ -128,18 +128,18 @@ class ExportFacts:
 
     @property
     def alpha_in_file(self) -> float:
-        """The alpha of layers of the rank `rank_in_file`, for programs that all compute alpha / rank."""
+        """Return the alpha of layers of the rank `rank_in_file`, for programs that all compute alpha / rank."""
         alpha = self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
         return alpha * self.rank_factor
 
     @property
     def rank_in_file(self) -> int:
-        """The rank of the file's layers."""
+        """Return the rank of the file's layers."""
         return self.rank * self.rank_factor
 
     @property
     def output_name(self) -> str:
-        """The file name without layout and extension."""
+        """Return the file name without layout and extension."""
         return make_slug(self.name) + self.suffix
 
 

@@ -34,7 +34,7 @@ class Check:
 
     @property
     def lines(self) -> list[str]:
-        """The facts, then each warning once."""
+        """Return the facts, then each warning once."""
         return [*self.facts, *(Message("warning: {line}", line=text) for text in dict.fromkeys(self.warnings))]
 
     def to_json(self) -> dict[str, Any]:

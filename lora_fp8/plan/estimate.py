@@ -79,12 +79,12 @@ class Estimate:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the device for the whole training: base, adapters and optimizer."""
+        """Return the bytes on the device for the whole training: base, adapters and optimizer."""
         return self.base_bytes + self.adapter_bytes + self.optimizer_bytes
 
     @property
     def peaks(self) -> dict[str, int | None]:
-        """The peak of each stage on the device, in bytes; on a CPU it includes the process itself.
+        """Return the peak of each stage on the device, in bytes; on a CPU it includes the process itself.
 
         None if it is unknown. That of previews is 0 if there are none.
         """
@@ -102,7 +102,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest peak of all stages in bytes; None if that of training is unknown."""
+        """Return the highest peak of all stages in bytes; None if that of training is unknown."""
         peaks = [peak for peak in self.peaks.values() if peak is not None]
         return None if self.peaks["train"] is None else max(peaks)
 

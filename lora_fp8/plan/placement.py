@@ -35,7 +35,7 @@ class PlacedImages:
 
     @cached_property
     def placed(self) -> list[bucketing.Placed]:
-        """All that is cached: `examples` in their buckets, each with its variants, then `held_out` as they are."""
+        """Return all that is cached: `examples` in their buckets, with their variants, then `held_out` as they are."""
         trained = [placed for members in self.buckets.values() for placed in members]
         held_out = [placed for members in self.held_out_buckets.values() for placed in members]
         return [*(variant for placed in trained for variant in list_variants(placed, self.section)), *held_out]

@@ -61,23 +61,23 @@ class Plan:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run."""
+        """Return the folder of the run."""
         return self.job.run_folder
 
     @cached_property
     def cache(self) -> Cache:
-        """The cache of encoded images and captions."""
+        """Return the cache of encoded images and captions."""
         section = self.job.dataset
         return Cache(section.cache_dir, self.family, section, DTYPES[self.job.model.dtype])
 
     @cached_property
     def preview_prompts(self) -> tuple[list[str | Prompt], list[str | Prompt]]:
-        """The prompts of the previews, and the negative prompt of each."""
+        """Return the prompts of the previews, and the negative prompt of each."""
         return make_preview_prompts(self.job.preview, self.cache)
 
     @cached_property
     def texts(self) -> list[str | Prompt]:
-        """All texts that the text encoders will encode, each once."""
+        """Return all texts that the text encoders will encode, each once."""
         prompts, negative_prompts = self.preview_prompts
         return list(
             dict.fromkeys([*self.cache.list_prompts(self.images.placed, self.job.seed), *prompts, *negative_prompts])
@@ -85,28 +85,28 @@ class Plan:
 
     @cached_property
     def trainable(self) -> disk_budget.Named:
-        """The parameters that the job trains, by name, on the meta device."""
+        """Return the parameters that the job trains, by name, on the meta device."""
         return disk_budget.list_trainable(self.job, self.family)
 
     @cached_property
     def adapted_layers(self) -> list[str]:
-        """The layers of the denoiser that get an adapter."""
+        """Return the layers of the denoiser that get an adapter."""
         layers = kinds.group_by_layer({name: parameter for name, parameter in self.trainable})
         return [layer for layer in layers if not find_text_encoder(layer, self.family)]
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """The tensors of `adapter.init_from`; {} without one. Raises UserError."""
+        """Return the tensors of `adapter.init_from`; {} without one. Raises UserError."""
         return read_start_values(self.job, self.family, self.trainable) if self.job.adapter.init_from else {}
 
     @cached_property
     def training_adapter(self) -> Adapter | None:
-        """The LoRA of `model.training_adapter`; None without one. Raises UserError."""
+        """Return the LoRA of `model.training_adapter`; None without one. Raises UserError."""
         return read_training_adapter(self.job, self.family)
 
     @cached_property
     def base_identity(self) -> str:
-        """The SHA-256 of the denoiser's files, and of the training adapter if there is one."""
+        """Return the SHA-256 of the denoiser's files, and of the training adapter if there is one."""
         identity, adapter = self.family.compute_base_identity(), self.job.model.training_adapter
         if not adapter:
             return identity

@@ -108,14 +108,14 @@ class TeLinear(FrozenLinear):
 
     @property
     def qweight(self) -> Any:  # type: ignore[override]  # `inner` holds it
-        """TransformerEngine's tensor; before the weight is set, an empty tensor on the meta device."""
+        """Return TransformerEngine's tensor; before the weight is set, an empty tensor on the meta device."""
         if self.inner is None:
             return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype, device="meta")
         return self.inner.weight
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
-        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
+        """Return the dequantized weight (N, K) in the compute dtype, computed at every access."""
         return self.qweight.detach() if self.inner is None else self.qweight.dequantize(dtype=self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here

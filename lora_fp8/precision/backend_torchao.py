@@ -97,7 +97,7 @@ class TorchaoLinear(FrozenLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
-        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
+        """Return the dequantized weight (N, K) in the compute dtype, computed at every access."""
         return self.qweight.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here

@@ -94,7 +94,7 @@ class FrozenLayer(nn.Module):
 
     @property
     def waits(self) -> bool:
-        """True if the quantized weight is offloaded to RAM while it is not used; see `stream`."""
+        """Return True if the quantized weight is offloaded to RAM while it is not used; see `stream`."""
         return "qweight" in vars(self)
 
     def wait_(self) -> None:

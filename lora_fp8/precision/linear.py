@@ -87,7 +87,7 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]  # `weight
 
     @property
     def takes_lora(self) -> bool:
-        """True if `forward` runs the Triton kernels, which add a LoRA in the same pass."""
+        """Return True if `forward` runs the Triton kernels, which add a LoRA in the same pass."""
         # A dry run on the meta device has no tensors that the kernels could read.
         return self.kernels == "triton" and self.compute != "upcast" and self.qweight.device.type != "meta"
 

@@ -70,7 +70,7 @@ class LayerPlan:
 
     @property
     def form(self) -> Format | None:
-        """The storage format; None if the layer is not quantized."""
+        """Return the storage format; None if the layer is not quantized."""
         return Format(self.storage, self.scale) if self.scale else None
 
 
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
-        """The layers that are quantized."""
+        """Return the layers that are quantized."""
         return tuple(layer for layer in self.layers if layer.scale)
 
     @property
     def kept(self) -> tuple[LayerPlan, ...]:
-        """The layers that are not quantized."""
+        """Return the layers that are not quantized."""
         return tuple(layer for layer in self.layers if not layer.scale)
 
     def format_summary(self) -> str:

@@ -30,7 +30,7 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (N, K) of the weight."""
+        """Return the shape (N, K) of the weight."""
         return self.codes.shape
 
     def to(self, device: torch.device | str) -> "Quantized":

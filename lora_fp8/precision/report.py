@@ -76,14 +76,14 @@ class LayerError:
 
     @property
     def damage(self) -> float:
-        """The larger error of the output; the weight's error if the layer was never called."""
+        """Return the larger error of the output; the weight's error if the layer was never called."""
         if self.output_error is None or self.feature_error is None:
             return self.weight_error
         return max(self.output_error, self.feature_error)
 
     @property
     def override(self) -> dict[str, str]:
-        """The entry of quantize.override that changes this layer's storage."""
+        """Return the entry of quantize.override that changes this layer's storage."""
         return {f"^{self.name}": self.better}
 
 

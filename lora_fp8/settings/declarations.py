@@ -433,17 +433,17 @@ class Adapter(Section):
 
     @property
     def doubles_rank(self) -> bool:
-        """True if the start is taken from the base, so that checkpoints and files hold twice the rank."""
+        """Return True if the start is taken from the base, so that checkpoints and files hold twice the rank."""
         return self.type in ("lora", "dora") and self.init in ("pissa", "olora")
 
     @property
     def freezes_a(self) -> bool:
-        """True if LoRA's first matrix is not trained."""
+        """Return True if LoRA's first matrix is not trained."""
         return self.freeze_a and self.type in ("lora", "dora")
 
     @property
     def is_random(self) -> bool:
-        """True if the adapters draw random numbers in training: for dropout of any kind."""
+        """Return True if the adapters draw random numbers in training: for dropout of any kind."""
         return any((self.dropout, self.rank_dropout, self.module_dropout))
 
 
@@ -512,7 +512,7 @@ class Folder(Section):
 
     @property
     def mask_folder(self) -> str:
-        """The path of a folder of masks; "" where the masks are elsewhere."""
+        """Return the path of a folder of masks; "" where the masks are elsewhere."""
         return self.mask if is_mask_folder(self.mask) else ""
 
 
@@ -699,17 +699,17 @@ class Dataset(Section):
 
     @property
     def varies_captions(self) -> bool:
-        """Whether a caption is read in `caption_variants` versions."""
+        """Return True if a caption is read in `caption_variants` versions."""
         return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards or self.caption_lines == "one"
 
     @property
     def varies_images(self) -> bool:
-        """Whether an image is trained in `image_variants` versions."""
+        """Return True if an image is trained in `image_variants` versions."""
         return self.random_crop or self.zoom > 0 or self.rotate > 0 or self.color_jitter > 0
 
     @property
     def triggers(self) -> list[str]:
-        """The trigger words of all folders."""
+        """Return the trigger words of all folders."""
         return [word for word in dict.fromkeys(map(self.find_trigger, range(len(self.folders)))) if word.strip()]
 
     def find_trigger(self, index: int) -> str:
@@ -1218,17 +1218,17 @@ class Memory(Section):
 
     @property
     def recomputes(self) -> bool:
-        """True if activations are recomputed in the backward pass; so they are where "auto" was not decided."""
+        """Return True if activations are recomputed in the backward pass; so they are where "auto" was not decided."""
         return self.gradient_checkpointing is not False
 
     @property
     def keeps_attention(self) -> bool:
-        """True if activations are recomputed, but for the results of attention."""
+        """Return True if activations are recomputed, but for the results of attention."""
         return self.recomputes and self.keep_attention
 
     @property
     def share_in_ram(self) -> float:
-        """The share of the frozen weights that is offloaded; none where "auto" was not decided."""
+        """Return the share of the frozen weights that is offloaded; none where "auto" was not decided."""
         return 0.0 if self.offload == "auto" else float(self.offload)
 
 
@@ -1483,5 +1483,5 @@ class Job(Section):
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run, `output_dir/name`; it may not exist yet."""
+        """Return the folder of the run, `output_dir/name`; it may not exist yet."""
         return Path(os.path.expanduser(self.output_dir)) / self.name

@@ -40,12 +40,12 @@ class PathPlace(NamedTuple):
 
     @property
     def path(self) -> Any:
-        """The value, which is a text in the data of a valid job."""
+        """Return the value, which is a text in the data of a valid job."""
         return self.table[self.name]
 
     @property
     def key(self) -> str:
-        """The place as people read it: "dataset.folders.0.path"."""
+        """Return the place as people read it: "dataset.folders.0.path"."""
         return ".".join(map(str, self.place))
 
 

@@ -31,7 +31,7 @@ class Milestones:
 
     @property
     def is_over(self) -> bool:
-        """True if all steps are done, or `validation.patience` is exhausted."""
+        """Return True if all steps are done, or `validation.patience` is exhausted."""
         return self._has_ended or self.state.step >= self.session.job.train.steps
 
     def read_requests(self) -> frozenset[str]:

@@ -35,27 +35,27 @@ class Session:
 
     @property
     def memory(self) -> settings.Memory:
-        """The `[memory]` table in force, with a value for every "auto" once they are chosen."""
+        """Return the `[memory]` table in force, with a value for every "auto" once they are chosen."""
         return self.job.memory if self.choice is None else self.choice.section
 
     @property
     def tiles_previews(self) -> bool:
-        """True if previews are decoded in tiles."""
+        """Return True if previews are decoded in tiles."""
         return self.job.preview.tiled is True if self.choice is None else self.choice.tiled
 
     @property
     def shares_base(self) -> bool:
-        """True if the processes hold the frozen base together, each a part of it."""
+        """Return True if the processes hold the frozen base together, each a part of it."""
         return self.memory.shard_base and self.processes.world > 1
 
     @property
     def job(self) -> Job:
-        """The job, with a value for every "auto" that the plan resolved."""
+        """Return the job, with a value for every "auto" that the plan resolved."""
         return self.plan.job
 
     @property
     def family(self) -> ModelFamily:
-        """The architecture of the base model."""
+        """Return the architecture of the base model."""
         return self.plan.family
 
     def describe_full_memory(self) -> Message:

@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def group(self) -> str:
-        """Key of this captioning in the journal; settings that give the same captions have the same key."""
+        """Return the key of this captioning in the journal; settings that give the same captions have the same key."""
         values = {**vars(self), "batch_size": 0, "overwrite": False}
         return "caption " + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

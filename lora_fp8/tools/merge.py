@@ -265,7 +265,7 @@ class _Change:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the layer's weight as a matrix."""
+        """Return the shape of the layer's weight as a matrix."""
         return kinds.infer_weight_shape(self.parts)
 
     def compute_delta(self, weight: Tensor) -> Tensor:

@@ -37,12 +37,12 @@ class Pair:
 
     @property
     def rank(self) -> int:
-        """Rank of the pair."""
+        """Return the rank of the pair."""
         return self.a.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the layer's weight: (out, in[, kh, kw])."""
+        """Return the shape of the layer's weight: (out, in[, kh, kw])."""
         return (self.b.shape[0], *self.a.shape[1:])
 
     def compute_delta(self) -> Tensor:
@@ -70,7 +70,7 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """The largest rank of all layers."""
+        """Return the largest rank of all layers."""
         return max(pair.rank for pair in self.pairs.values())
 
 
@@ -236,7 +236,7 @@ class Spectrum:
 
     @property
     def energy(self) -> float:
-        """The squared Frobenius norm of the delta."""
+        """Return the squared Frobenius norm of the delta."""
         return float(self.values.square().sum())
 
     def compute_kept(self, rank: int) -> float:

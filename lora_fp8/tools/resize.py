@@ -39,7 +39,7 @@ class Report:
 
     @property
     def kept(self) -> float:
-        """Share of all layers' energy that is kept."""
+        """Return the share of all layers' energy that is kept."""
         return sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
 
     def format_lines(self) -> list[str]:

@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was saved."""
+        """Return the optimizer steps done when it was saved."""
         return self.state["step"]
 
 

@@ -62,17 +62,17 @@ class Measurement:
 
     @cached_property
     def mean(self) -> float:
-        """Mean over images and noise levels."""
+        """Return the mean over images and noise levels."""
         return fmean(self.image_means)
 
     @cached_property
     def image_means(self) -> list[float]:
-        """Mean of each image over noise levels."""
+        """Return the mean of each image over noise levels."""
         return list(map(fmean, self.losses))
 
     @cached_property
     def log_mean(self) -> float:
-        """Mean over images of the logarithm of their mean."""
+        """Return the mean over images of the logarithm of their mean."""
         return fmean(math.log(max(mean, TINY)) for mean in self.image_means)
 
 

@@ -182,7 +182,7 @@ class Loaded:
 
     @property
     def acts(self) -> bool:
-        """True if the adapter has an effect; in a layer that was filled up when fused, the zero-start tensors are 0."""
+        """Return True if the adapter has an effect; one that fills up a fused layer has only zeros where it starts."""
         return all(tensor.any() for name, tensor in self.parts.items() if name in kinds.ZERO_AT_START)
 
 

@@ -37,7 +37,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if every judged check passed."""
+        """Return True if every judged check passed."""
         return all(check.ok for check in self.checks)
 
     def list_failures(self) -> list[str]:

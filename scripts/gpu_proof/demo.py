@@ -63,7 +63,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Name in the rows of results."""
+        """Return the name in the rows of results."""
         return self.compute + " recorded" * self.recorded
 
 

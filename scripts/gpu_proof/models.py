@@ -52,12 +52,12 @@ class Mode:
 
     @property
     def storage(self) -> str:
-        """Storage of the base: `quantize.storage`, or its default."""
+        """Return the storage of the base: `quantize.storage`, or its default."""
         return self.quantize.get("storage", "fp8")
 
     @property
     def name(self) -> str:
-        """Name of the mode in tables."""
+        """Return the name of the mode in tables."""
         return (
             self.title
             + " compiled" * self.compiled

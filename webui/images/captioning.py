@@ -55,7 +55,7 @@ class Model:
 
     @property
     def is_wd_tagger(self) -> bool:
-        """True if onnxruntime runs it."""
+        """Return True if onnxruntime runs it."""
         return self.options == OF_WD_TAGGERS
 
 

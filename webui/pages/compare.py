@@ -192,7 +192,7 @@ def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
         rows.append([f"{escape(label)}<br><code>{escape(name)}</code>" if label != name else escape(name), *cells])
     note = ""
     if undecided:
-        runs_of = ", ".join(label_run(view) for view, _ in chosen if label_run(view) in waiting)
+        runs_of = ui.say("compare.and").join(label_run(view) for view, _ in chosen if label_run(view) in waiting)
         settings = ui.say("compare.and").join(_get_label(ui, name) for name in undecided)
         note = f'<p class="dim">{escape(ui.say("compare.undecided", runs=runs_of, settings=settings))}</p>'
     if not rows:

@@ -109,22 +109,22 @@ class BaseDescription:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files that training needs."""
+        """Return the bytes of all files that training needs."""
         return sum(file.size for file in self.files)
 
     @property
     def missing(self) -> list[BaseFile]:
-        """The files that must still be transferred."""
+        """Return the files that must still be transferred."""
         return [file for file in self.files if file.local is None]
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that must still be transferred."""
+        """Return the bytes that must still be transferred."""
         return sum(file.size for file in self.missing)
 
     @property
     def lines(self) -> list[str]:
-        """What a person should know of a base that is not a local path: one line each."""
+        """Return what a person should know of a base that is not a local path: one line each."""
         lines: list[str] = []
         if self.missing and self.free_bytes is not None:
             lines.append(

@@ -60,17 +60,17 @@ class Host:
 
     @property
     def endpoint(self) -> str:
-        """The address of the host."""
+        """Return the address of the host."""
         raise NotImplementedError
 
     @property
     def page(self) -> str:
-        """The address of the model's page, where a licence is accepted."""
+        """Return the address of the model's page, where a licence is accepted."""
         raise NotImplementedError
 
     @property
     def how_to_log_in(self) -> str:
-        """What gives this machine a token of the host, for messages."""
+        """Return what gives this machine a token of the host, for messages."""
         raise NotImplementedError
 
     def has_token(self) -> bool:
@@ -260,19 +260,19 @@ class HuggingFace(Host):
 
     @property
     def endpoint(self) -> str:
-        """The address of the hub, or of the mirror in HF_ENDPOINT."""
+        """Return the address of the hub, or of the mirror in HF_ENDPOINT."""
         from huggingface_hub import constants
 
         return constants.ENDPOINT
 
     @property
     def page(self) -> str:
-        """The model's page. Licences are accepted at Hugging Face itself, whatever the mirror."""
+        """Return the model's page. Licences are accepted at Hugging Face itself, whatever the mirror."""
         return f"https://huggingface.co/{self.reference.repo}"
 
     @property
     def how_to_log_in(self) -> str:
-        """The command that stores a token."""
+        """Return the command that stores a token."""
         return "`hf auth login`"
 
     def has_token(self) -> bool:
@@ -394,7 +394,7 @@ class HuggingFaceDataset(HuggingFace):
 
     @property
     def page(self) -> str:
-        """The dataset's page."""
+        """Return the dataset's page."""
         return f"https://huggingface.co/datasets/{self.reference.repo}"
 
     def get_folder(self, commit: str) -> Path:
@@ -420,18 +420,18 @@ class ModelScope(Host):
 
     @property
     def endpoint(self) -> str:
-        """The address of ModelScope, or of what MODELSCOPE_DOMAIN names."""
+        """Return the address of ModelScope, or of what MODELSCOPE_DOMAIN names."""
         domain = os.environ.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
         return domain.rstrip("/") if "://" in domain else f"https://{domain}"
 
     @property
     def page(self) -> str:
-        """The model's page."""
+        """Return the model's page."""
         return f"https://www.modelscope.cn/models/{self.reference.repo}"
 
     @property
     def how_to_log_in(self) -> str:
-        """The variable for a token."""
+        """Return the variable for a token."""
         return "MODELSCOPE_API_TOKEN"
 
     def has_token(self) -> bool:
@@ -477,18 +477,18 @@ class Civitai(Host):
 
     @property
     def endpoint(self) -> str:
-        """The address of Civitai, or of the mirror in CIVITAI_ENDPOINT."""
+        """Return the address of Civitai, or of the mirror in CIVITAI_ENDPOINT."""
         return (os.environ.get("CIVITAI_ENDPOINT") or "https://civitai.com").rstrip("/")
 
     @property
     def page(self) -> str:
-        """The model's page; that of the version where the model's number is not known."""
+        """Return the model's page; that of the version where the model's number is not known."""
         model, version = self.reference.model, self.reference.version
         return f"https://civitai.com/models/{model}" if model else f"https://civitai.com/model-versions/{version}"
 
     @property
     def how_to_log_in(self) -> str:
-        """The variable for an API key."""
+        """Return the variable for an API key."""
         return "CIVITAI_TOKEN (an API key from https://civitai.com/user/account)"
 
     def has_token(self) -> bool:

@@ -36,7 +36,7 @@ class KnownBase:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the weights that training needs, counted; see `gigabytes`."""
+        """Return the bytes of the weights that training needs, counted; see `gigabytes`."""
         return round(sum(self.gigabytes.values()) * GIGABYTE)
 
 

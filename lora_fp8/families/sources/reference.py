@@ -62,12 +62,12 @@ class Reference:
 
     @property
     def is_remote(self) -> bool:
-        """True if the base is downloaded, unless a local path has the same name."""
+        """Return True if the base is downloaded, unless a local path has the same name."""
         return self.kind in ("hub", "modelscope", "civitai", "dataset")
 
     @property
     def is_single_file(self) -> bool:
-        """True if it names one file and no folder. A local path is judged by its ending."""
+        """Return True if it names one file and no folder. A local path is judged by its ending."""
         return bool(self.file) or self.kind == "civitai" or self.name.lower().endswith(WEIGHT_ENDINGS)
 
 

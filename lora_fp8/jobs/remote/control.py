@@ -62,7 +62,7 @@ class View:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing runs there, and nothing will."""
+        """Return True if nothing runs there, and nothing will."""
         return self.state in ("done", "stopped", "failed", "lost")
 
     def to_json(self) -> dict[str, Any]:

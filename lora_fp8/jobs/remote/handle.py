@@ -61,19 +61,19 @@ class Handle:
 
     @property
     def machine(self) -> Machine:
-        """The machine that has the job's folder."""
+        """Return the machine that has the job's folder."""
         return Machine(self.address)
 
     @property
     def arrivals(self) -> Path:
-        """The folder here, beside the run folder, in which a fetch collects files. One that was killed leaves it."""
+        """Return the folder here, beside the run folder, in which a fetch collects files; a killed one leaves it."""
         # Not of the run's name, which may be as long as a name can be; of the job, so that the next fetch finds it.
         mark = hashlib.sha256(f"{self.where}\n{self.folder}\n{self.created:.6f}".encode()).hexdigest()[:32]
         return Path(self.output).parent / f".{mark}.fetch"
 
     @property
     def where(self) -> str:
-        """The place, as people read it."""
+        """Return the place, as people read it."""
         return f"{self.kind}:{self.address}" if self.address else self.kind
 
 

@@ -96,7 +96,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The output as text."""
+        """Return the output as text."""
         return self.output.decode(errors="surrogateescape")
 
 

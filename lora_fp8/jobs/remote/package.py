@@ -199,7 +199,7 @@ class _Hashing:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what was read so far."""
+        """Return the SHA-256 of what was read so far."""
         return self._hash.hexdigest()
 
 

@@ -58,12 +58,12 @@ class RemoteJob:
 
     @property
     def processes(self) -> int:
-        """Number of processes on each node."""
+        """Return the number of processes on each node."""
         return max(self.gpus, 1)
 
     @property
     def is_launched(self) -> bool:
-        """True if several processes train, which a launcher starts."""
+        """Return True if several processes train, which a launcher starts."""
         return self.processes > 1 or self.nodes > 1
 
 

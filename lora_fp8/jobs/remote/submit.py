@@ -71,12 +71,12 @@ class Plan:
 
     @property
     def folder_name(self) -> str:
-        """The name of the job's folder there: the job's, without what a config takes for a variable."""
+        """Return the name of the job's folder there: the job's, without what a config takes for a variable."""
         return re.sub(r"[$%~]", "-", self.job.name)
 
     @property
     def staged(self) -> Path:
-        """The folder here that SkyPilot sends."""
+        """Return the folder here that SkyPilot sends."""
         return handle.find_remote_home() / self.job.name / "job"
 
     def render_text(self) -> str:

@@ -88,32 +88,32 @@ class Contents:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
+        """Return the name of the run."""
         return str(self.settings.get("name") or self.run.path.resolve().name)
 
     @property
     def began(self) -> float:
-        """Unix seconds of the first event; 0 without one."""
+        """Return the unix seconds of the first event; 0 without one."""
         return self._times[0][0] if self._times else 0.0
 
     @property
     def newest(self) -> float:
-        """Unix seconds of the newest event; 0 without one."""
+        """Return the unix seconds of the newest event; 0 without one."""
         return self._times[-1][1] if self._times else 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds of all starts together, without the time between a stop and the next start."""
+        """Return the seconds of all starts together, without the time between a stop and the next start."""
         return sum(last - first for first, last in self._times)
 
     @property
     def starts(self) -> int:
-        """How often it was started."""
+        """Return how often it was started."""
         return sum(event["event"] == "start" for event in self.events)
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         return find_saved_step(self.run.path)
 
     def find_newest(self, kind: str) -> dict[str, Any]:
@@ -122,31 +122,31 @@ class Contents:
 
     @property
     def base_title(self) -> str:
-        """Title of the architecture."""
+        """Return the title of the architecture."""
         family = str(self.settings.get("model.family", ""))
         known = families.get(family).title if family in families.list_families() else family
         return str(self.log.facts.model.get("base") or known)
 
     @property
     def base_name(self) -> str:
-        """The base as it was given: its id on a hub, or the last part of a path."""
+        """Return the base as it was given: its id on a hub, or the last part of a path."""
         path = str(self.settings.get("model.path", ""))
         is_path = path.startswith(("/", "~", ".", "\\")) or ":" in path[:3] or path.count("/") > 1
         return PurePath(path.replace("\\", "/")).name if is_path else path
 
     @property
     def peak_gb(self) -> float:
-        """Most memory of a step, in GiB; 0 if unknown."""
+        """Return the most memory of a step, in GiB; 0 if unknown."""
         return max((value for _, value in self.log.measures["vram_gb"].list_points()), default=0.0)
 
     @cached_property
     def best(self) -> tuple[int, float] | None:
-        """Step of the lowest held-out loss, and that loss; None before there are two validations."""
+        """Return the step of the lowest held-out loss, and that loss; None before there are two validations."""
         return self.log.find_best()
 
     @cached_property
     def files(self) -> list[ResultFile]:
-        """The LoRA files in export/, those of the end of the training first."""
+        """Return the LoRA files in export/, those of the end of the training first."""
         try:
             reports = restore(read_object(self.run.verify_file))
         except (OSError, ValueError):

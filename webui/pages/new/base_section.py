@@ -65,7 +65,7 @@ class BaseParts:
 
     @property
     def painted(self) -> list[Any]:
-        """The components that `BaseHandlers.update_components` gives values."""
+        """Return the components that `BaseHandlers.update_components` gives values."""
         return [self.state, self.login, self.notice, self.cards, self.seen]
 
 
