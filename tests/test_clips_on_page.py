@@ -70,7 +70,7 @@ def add_files(files: list[Path], folder: Path) -> tuple[int, list[str]]:
     count, refused = 0, []
     for file in files:
         try:
-            count += image_folders.add_file(file, folder, file.name)
+            count += image_folders.add_file(file, folder, file.name) == "taken"
         except UserError as error:
             refused.append(str(error))
     return count, refused

@@ -141,6 +141,8 @@ def test_a_message_that_is_not_delivered_fails_no_job_and_is_reported_without_th
     assert ("webhook" in "\n".join(reported)) == bool(problem)
     kept = "".join(p.read_text() for p in queue.home.glob("*.json")) + "\n".join(reported)
     assert "secret" not in kept
+    webhook.write_address(queue.home, f"{server.address}/new")  # of the same host, and nothing was sent there yet
+    assert webhook.read_result(queue.home) == {}
 
 
 def test_a_server_that_is_away_or_silent_is_waited_for_only_so_long(

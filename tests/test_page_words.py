@@ -51,6 +51,23 @@ def test_both_languages_have_the_same_places() -> None:
     assert different == {}
 
 
+def test_a_count_of_one_has_its_own_text() -> None:
+    """No text counts "1 images": an English noun behind `count` is in the plural, so there is a text for 1."""
+    unsaid = [
+        key
+        for key, texts in sentences().items()
+        if re.search(r"\{count\} (less frequent |unreadable |base )?[a-z]+s\b", texts["en"]) and "en-one" not in texts
+    ]
+    assert unsaid == ["images.upload.many"]  # a number above a limit
+    for key, texts in sentences().items():
+        for language in translations.LANGUAGES:
+            assert places(texts.get(f"{language}-one", "")) <= places(texts[language]) - {"count"}, key
+    assert translations.say("en", "images.counts", count=1, without=1) == "1 image, 1 without a caption"
+    assert translations.say("en", "run.images", count="1") == "1 image"
+    assert translations.say("zh-CN", "new.state.open", count=1, first="名称") == "还差一项：名称"
+    assert translations.say("zh-CN", "images.counts", count=1, without=0) == "1 张图片，其中 0 张没有标注"
+
+
 def test_chinese_sentences_are_chinese() -> None:
     """A sentence that was copied instead of translated has no Chinese character; names and units have none, either."""
     same = [

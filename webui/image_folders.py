@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lora_fp8.common import system
 from lora_fp8.common.reading import read_bytes
@@ -152,7 +153,7 @@ def find_folders(roots: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def add_file(file: Path, folder: Path, name: str) -> bool:
+def add_file(file: Path, folder: Path, name: str) -> Literal["taken", "captions", "there"]:
     """Copy one uploaded file into a folder, after checking it.
 
     Args:
@@ -161,7 +162,7 @@ def add_file(file: Path, folder: Path, name: str) -> bool:
         name: the file's name there, "/" between subfolders.
 
     Returns:
-        True if it is a new image or video; False for a caption, and for a file that is there already.
+        What it counts as: "taken" is a new image or video, "captions" a new caption, "there" one that is there already.
 
     Raises:
         UserError: the name or the file is refused, or another file has this name.
@@ -179,11 +180,11 @@ def add_file(file: Path, folder: Path, name: str) -> bool:
     if target.exists():
         if not filecmp.cmp(target, file, shallow=False):
             raise UserError(Message("{name}: another file of this name exists already; rename it", name=name))
-        return False
+        return "there"
     _copy_whole(file, target)
     for known in [known for known in list(_counted) if known[0] == folder]:
         _counted.pop(known, None)
-    return target.suffix not in CAPTIONS
+    return "captions" if target.suffix in CAPTIONS else "taken"
 
 
 def _copy_whole(file: Path, target: Path) -> None:

@@ -47,7 +47,7 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
         for name in left
     ]
     tool = ui.translate(made.tool.title)
-    title = ui.say("new.import.done", file=made.source.name, tool=tool, mapped=len(made.mapped))
+    title = ui.say("new.import.done", file=made.source.name, tool=tool, count=len(made.mapped))
     parts = [f"<p>{sanitize.escape(title)}</p>"]
     if read:
         parts.append(f"<p>{sanitize.escape(ui.say('new.import.read', files=', '.join(read)))}</p>")

@@ -7,7 +7,8 @@
     zh-CN = "保存并停止"
 
 The page is laid out once per language (`/en/`, `/zh-CN/`), so that labels and later answers of the server have the same
-source and never disagree. Placeholders are named: "{step} of {steps}".
+source and never disagree. Placeholders are named: "{step} of {steps}". `en-one` (or `zh-CN-one`) is the text for a
+`count` of 1, where it is another one.
 
 Messages of the engine (a wrong setting, how a job ended) are English; `lora_fp8.common.messages` has their
 translations.
@@ -49,7 +50,9 @@ def say(language: str, key: str, **values: Any) -> str:
     Raises:
         KeyError: there is no such key or value: a mistake in the page, which its tests look for.
     """
-    return load_catalogue()[key][language].format(**values)
+    texts = load_catalogue()[key]
+    text = texts.get(f"{language}-one", texts[language]) if str(values.get("count")) == "1" else texts[language]
+    return text.format(**values)
 
 
 def choose_language(accepted: str) -> str:

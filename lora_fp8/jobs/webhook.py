@@ -33,6 +33,8 @@ PAUSES = (2.0, 8.0)
 """Seconds before a message is sent a second and a third time, if no server answered or it was out of order."""
 MOST_TEXT = 1500
 """Characters of a message's text. Discord refuses more than 2000."""
+RESULT = "webhook.json"
+"""File in the queue's folder that tells what became of the newest message."""
 QUIET = ("draw",)
 """Commands whose end is no news: somebody waits for the image on the page."""
 
@@ -103,6 +105,7 @@ def write_address(home: Path, address: str) -> None:
             document.pop("webhook", None)
         atomic_write(path, tomlkit.dumps(document).encode())
         path.chmod(0o600)
+        (home / RESULT).unlink(missing_ok=True)  # it tells of another address
     except OSError as error:
         raise cannot_write(path, error) from None
     except ValueError as error:
@@ -216,7 +219,7 @@ def write_result(home: Path, address: str, problem: str) -> None:
     """Keep what became of the newest message; "" if it was delivered."""
     content = {"t": time.time(), "host": get_host(address), "problem": problem}
     try:
-        write_json(home / "webhook.json", add_translations(content), indent=None)
+        write_json(home / RESULT, add_translations(content), indent=None)
     except OSError:
         pass  # a full disk: only the page's line about it is missing
 
@@ -224,7 +227,7 @@ def write_result(home: Path, address: str, problem: str) -> None:
 def read_result(home: Path) -> dict[str, Any]:
     """Return what became of the newest message: t, host and problem; {} if none was sent."""
     try:
-        content = restore(read_json(home / "webhook.json"))
+        content = restore(read_json(home / RESULT))
         return {"t": float(content["t"]), "host": str(content["host"]), "problem": content["problem"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

@@ -242,9 +242,10 @@ def make(
         _draw_all(pictures, folder, facts, slug)
         sidecar = json.dumps(_make_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
         atomic_write(folder / f"{slug}.json", sidecar.encode())
-        atomic_write(folder / CARD, render_card(facts, lora.name, pictures, slug, repo).encode())
         for language, name in LANGUAGES.items():
             atomic_write(folder / name, render_page(facts, lora, language).encode())
+        # Last, as `push` takes a folder with a card for a whole kit: one that was killed before has none.
+        atomic_write(folder / CARD, render_card(facts, lora.name, pictures, slug, repo).encode())
     except BaseException as error:  # an incomplete kit would look like a complete one
         _clear_folder(folder, remove=made_here)
         if isinstance(error, OSError):

@@ -35,9 +35,10 @@ def make_panel(ui: Ui, page: str, per_page: int, **given: Any) -> gr.HTML:
         per_page: images of one page of the grid.
     """
     texts = {
-        key.removeprefix(PREFIX): values[ui.language]
+        key.removeprefix(PREFIX) + form: values[ui.language + form]
         for key, values in translations.load_catalogue().items()
-        if key.startswith(PREFIX)
+        for form in ("", "-one")
+        if key.startswith(PREFIX) and ui.language + form in values
     }
     version = _hash_files()
     settings = {

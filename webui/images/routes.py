@@ -249,10 +249,10 @@ def _accept_upload(ui: Ui, received: Path, target: Path, file: str) -> Answer:
     if uploading.is_archive(received.name):
         return {"folder": str(target), "task": vars(uploading.start_unpacking(ui, received, target))}
     try:
-        taken = image_folders.add_file(received, target, file)
+        added = image_folders.add_file(received, target, file)
     finally:
         uploading.discard(received)
-    return {"folder": str(target), "taken": taken}
+    return {"folder": str(target), "added": added}
 
 
 def _answer(content: Answer, status: int = 200) -> Response:

@@ -10,6 +10,7 @@ import stat
 import tempfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -149,20 +150,21 @@ def is_ignored(path: str) -> bool:
 def _unpack(ui: Ui, file: Path, folder: Path, task: tasks.Task, progress: tasks.Progress) -> None:
     entries = _list_entries(file)
     common = _find_common_folder([path for _, path in entries])
-    taken, left = 0, MOST_UNPACKED
+    added, left = Counter[str](), MOST_UNPACKED
     with zipfile.ZipFile(file) as archive:
         for number, (entry, path) in enumerate(entries, 1):
             name = path.removeprefix(common)
             try:
                 with _extract(archive, entry, name, left) as unpacked:
                     left -= unpacked.stat().st_size
-                    taken += image_folders.add_file(unpacked, folder, name)
+                    added[image_folders.add_file(unpacked, folder, name)] += 1
             except UserError as error:
                 task.refused.append(ui.translate(str(error)))
             except OSError as error:
                 raise cannot_write(folder, error) from None
             progress(number, len(entries))
-    task.lines.append(ui.say("new.pictures.taken", count=taken, folder=folder.name))
+    task.lines.append(ui.say("images.upload.taken", count=added["taken"], folder=folder.name))
+    task.lines += [ui.say(f"images.upload.{kind}", count=added[kind]) for kind in ("captions", "there") if added[kind]]
 
 
 def _find_common_folder(paths: list[str]) -> str:

@@ -872,7 +872,8 @@ class Uploads {
     const isTaken = ({ path }) => given.taken.some((suffix) => path.toLowerCase().endsWith(suffix));
     const queue = named.filter(isTaken);
     const refused = named.filter((one) => !isTaken(one)).map(({ path }) => say("upload.kind", { file: path }));
-    const total = { count: queue.length, taken: 0, done: 0, refused, folder: "", archives: 0 };
+    const added = { taken: 0, captions: 0, there: 0 };
+    const total = { count: queue.length, added, done: 0, refused, folder: "", archives: 0 };
     this.stopped = new AbortController();
     show(this.progress, true);
     this.workbench.note("");
@@ -902,7 +903,7 @@ class Uploads {
     const answer = await this.workbench.fetch(`upload?${query}`, { method: "POST", body: file, signal });
     total.folder = answer.folder;
     if (answer.task) total.archives += 1;
-    total.taken += answer.taken ? 1 : 0;
+    if (answer.added) total.added[answer.added] += 1;
     // An archive fills the folder while the window goes on looking.
     if (answer.task) await this.workbench.finished(answer.folder, answer.task.number, (task) => {
       this.line.textContent = this.workbench.say("upload.unpacking", { done: task.done, total: task.total });
@@ -924,8 +925,12 @@ class Uploads {
   finish(total) {
     const { say } = this.workbench;
     const lines = [...(total.lines ?? [])];
-    if (total.folder && total.count > total.archives)
-      lines.unshift(say("upload.taken", { count: total.taken, folder: total.folder.split(/[/\\]/).at(-1) }));
+    if (total.folder && total.count > total.archives) {
+      const { taken, captions, there } = total.added;
+      if (there) lines.unshift(say("upload.there", { count: there }));
+      if (captions) lines.unshift(say("upload.captions", { count: captions }));
+      lines.unshift(say("upload.taken", { count: taken, folder: total.folder.split(/[/\\]/).at(-1) }));
+    }
     this.workbench.note(lines.join(" "));
     if (total.refused.length) this.workbench.listRefused(total.refused);
     if (total.folder) this.workbench.filled(total.folder, total.refused.length > 0);
@@ -935,7 +940,10 @@ class Uploads {
 class Workbench {
   constructor(host, trigger, given) {
     Object.assign(this, { host, trigger, given });
-    this.say = (key, values) => fill(given.texts[key] ?? key, values);
+    this.say = (key, values) => {
+      const { texts } = given;
+      return fill((values?.count === 1 && texts[`${key}-one`]) || texts[key] || key, values);
+    };
     this.folder = "";
     this.folders = [];
     this.captions = new Map();

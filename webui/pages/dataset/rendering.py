@@ -97,7 +97,7 @@ class Renderer:
         if sizes:
             head += " " + self.say("dataset.sizes", smallest=sizes["smallest"], largest=sizes["largest"])
         if counts["clips"]:
-            head += " " + self.say("dataset.clips", clips=counts["clips"], pieces=counts["pieces"])
+            head += " " + self.say("dataset.clips", count=counts["clips"], pieces=counts["pieces"])
         made = [f'<p class="dim">{escape(head)}</p>']
         if not examination.report["findings"]:
             made.append(f'<p class="empty">{self.say("dataset.all_well")}</p>')

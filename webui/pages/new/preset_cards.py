@@ -157,7 +157,7 @@ class PresetCards:
         text = self.ui.say("new.preset.and").join(named)
         if more := count - len(named):
             text = self.ui.say("new.preset.more", named=text, count=more)
-        return self.ui.say(f"{key}.one" if count == 1 else key, count=count, values=text)
+        return self.ui.say(key, count=count, values=text)
 
     def _shorten(self, key: str, value: Any) -> str:
         return sanitize.shorten(setting_values.format_value(self.ui, key, value), 40)

@@ -30,9 +30,7 @@ class Summary:
             return f"<p class='state ready'>{sanitize.escape(self.ui.say('new.summary.ready'))}</p>"
         key, line = findings[0]
         first = f"{setting_values.get_title(self.ui, key)}: {line}" if key and self.ui.language == "en" else line
-        text = self.ui.say(
-            "new.state.one" if len(findings) == 1 else "new.state.open", count=len(findings), first=first
-        )
+        text = self.ui.say("new.state.open", count=len(findings), first=first)
         return f"<p class='state open' title='{sanitize.escape(text)}'>{sanitize.escape(text)}</p>"
 
     def render(self, findings: list[tuple[str, str]] | None = None) -> str:
@@ -139,7 +137,7 @@ class Summary:
         if values["train.batch_size"] > samples:
             line = say("new.summary.batch", batch=values["train.batch_size"], samples=format_digits(samples))
             parts.append(_render_paragraph(line, "wrong"))
-        steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=format_digits(epochs.epochs))
+        steps = say("new.fact.steps_of", steps=values["train.steps"], count=format_digits(epochs.epochs))
         facts.append((say("new.fact.steps"), steps))
         line = say(
             "new.summary.epochs.buckets" if epochs.has_buckets else "new.summary.epochs",

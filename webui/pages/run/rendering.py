@@ -33,7 +33,7 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     facts = log.facts
     about = [escape(run_monitor.get_base_title(view.folder))]
     if images := facts.data.get("images"):
-        about.append(ui.say("run.images", images=escape(images)))
+        about.append(ui.say("run.images", count=escape(images)))
     if trainable := facts.model.get("trainable"):
         about.append(ui.say("run.trainable", count=format_count(trainable) if is_finite_number(trainable) else "?"))
     if device := facts.start.get("device"):
