@@ -7,6 +7,7 @@ import typer
 from ..errors import Message, combine
 from .events import print_json_line
 from .options import JSON, print_lines
+from .streams import works
 
 
 def add_to(app: typer.Typer) -> None:
@@ -14,6 +15,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(download)
 
 
+@works
 def download(
     model: str = typer.Argument(
         ...,

@@ -8,7 +8,6 @@ Exit codes: 0 done; 2 wrong input (a message, no traceback); 3 failed while runn
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from . import base_models, dataset, drawing, images, jobs, lora_files, new, prog
 from .events import escape
 from .help import Program, explain
 from .options import end_process, print_lines
+from .streams import prepare_streams
 
 app = Program(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
@@ -86,6 +86,7 @@ def _run() -> None:
     """Run a command, and turn a mistake in the command line into a message."""
     try:
         code = app(prog_name="lora-fp8", standalone_mode=False)
+        sys.stdout.flush()  # or Python would do it at the end, and report what fails as ignored
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error, file=sys.stderr)
@@ -107,9 +108,7 @@ def run_guarded(action: Callable[[], Any]) -> None:
     # peft imports torchao if it is installed, and torchao reports kernels that it has for other machines.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal lacks must not end a training
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
     pressed: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:

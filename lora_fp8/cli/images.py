@@ -9,6 +9,7 @@ import typer
 from ..errors import Message, Plural
 from .events import print_event, print_json_line
 from .options import FOLDER, JSON, print_json, print_lines
+from .streams import works
 
 
 def add_to(app: typer.Typer) -> None:
@@ -65,6 +66,7 @@ def cache(
         print_lines(Message("last used between {most} and {least} days ago", most=most, least=least))
 
 
+@works
 def caption(
     folder: Path = FOLDER,
     model: str = typer.Option(..., help="Captioning model: folder or Hugging Face id (OWNER/NAME)."),

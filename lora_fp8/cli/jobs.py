@@ -13,6 +13,7 @@ from . import remote
 from .help import Program
 from .options import JSON, SET, load_config, open_run, print_json, print_lines
 from .remote import ENV
+from .streams import works
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
 PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
@@ -134,6 +135,7 @@ def stop(
     print_lines(Message("{path}: asked to stop; it saves at the end of the current step", path=job))
 
 
+@works
 def worker(
     gpus: list[str] = typer.Option(
         [], help="Group of GPUs for one job at a time, such as 0,1. Repeatable. Default: each GPU."

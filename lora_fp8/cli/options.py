@@ -182,4 +182,5 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
 
 def print_json(content: Any) -> None:
     """Print the answer of --json. Its messages are English, with their translations beside them."""
-    print(json.dumps(add_translations(content) if isinstance(content, dict) else content, ensure_ascii=False, indent=1))
+    content = add_translations(content) if isinstance(content, dict) else content
+    print(json.dumps(content, ensure_ascii=False, indent=1), flush=True)

@@ -9,6 +9,7 @@ import typer
 from ..errors import Message
 from .events import print_event, print_json_line
 from .options import JSON, print_json, print_lines
+from .streams import works
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,6 +35,7 @@ def doctor(
         sys.exit(2)
 
 
+@works
 def demo(
     family: str = typer.Option("sd15", help="Architecture: sd15 (UNet) or flux (DiT)."),
     out: Path = typer.Option(Path("runs"), help="Folder for the run folder."),
@@ -51,6 +53,7 @@ def demo(
         sys.exit(3)
 
 
+@works
 def ui(
     host: str = typer.Option(
         "127.0.0.1",

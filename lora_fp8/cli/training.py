@@ -26,6 +26,7 @@ from .options import (
     print_lines,
     without_collection,
 )
+from .streams import works
 
 
 def add_to(app: typer.Typer) -> None:
@@ -240,6 +241,7 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 
 
+@works
 def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
     """Load the config and run the job, for `train`, `resume` and train_lora.py."""
     job = load_config(Path(config_file), overrides)  # a wrong file is reported before torch is loaded
