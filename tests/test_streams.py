@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody."""
+"""Standard streams that are closed, full, or read by nobody; a current folder that is gone."""
 
 import io
 import os
@@ -52,6 +52,17 @@ def test_a_stream_that_is_closed_or_full_changes_no_exit_code(
 ) -> None:
     code, said = run(words, redirection, tmp_path)
     assert code == expected and "Traceback" not in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the folder of a process")
+@pytest.mark.parametrize("words", ["jobs", "check missing.toml"])
+def test_a_current_folder_that_was_deleted_is_named(words: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f'rmdir ../gone && "$0" -m lora_fp8 {words}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LORA_FP8_HOME": str(tmp_path), "LORA_FP8_LANG": "en"}
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=gone, env=env, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (2, b"the current folder was deleted; change to another one (cd)\n")
 
 
 def test_work_goes_on_without_a_reader_and_says_later_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

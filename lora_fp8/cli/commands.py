@@ -133,6 +133,8 @@ def run_guarded(action: Callable[[], Any]) -> None:
             _fail(str(error), 75)
         if isinstance(error, RunFailure):
             _fail(str(error), 3)
+        if isinstance(error, FileNotFoundError) and error.filename is None and not _has_current_folder():
+            _fail(Message("the current folder was deleted; change to another one (cd)"), 2)
         if isinstance(error, OSError) and error.filename is not None:  # no permission, a full disk
             message = Message("{path}: {why}", path=os.fsdecode(error.filename), why=reason(error))
             _fail(message, 2 if error.errno in REFUSED else 3)
@@ -145,6 +147,14 @@ def run_guarded(action: Callable[[], Any]) -> None:
 for group in (new, training, base_models, lora_files, drawing, reports, images, programs, jobs, remote):
     group.add_to(app)
 app.add_typer(dataset.dataset_app, name="dataset")
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _fail(message: str, code: int) -> None:
