@@ -440,6 +440,7 @@ def _check_buckets(
                 findings.add("unreadable", name, str(error))
                 continue
             raise
+        place = buckets.follow(place, buckets.find_subject(mask, section.follow_mask))
         cut = 1 - (place.bucket_wh[0] * place.bucket_wh[1]) / (place.resized_wh[0] * place.resized_wh[1])
         for length in examples[name]:
             bucket: buckets.Bucket = (*place.bucket_wh, length) if length > 1 else place.bucket_wh
