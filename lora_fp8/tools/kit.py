@@ -377,7 +377,7 @@ def _make_sidecar(facts: Facts) -> dict[str, Any]:
 def render_card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: str = "OWNER/NAME") -> str:
     """Return the model card: YAML for the Hub, and a page. Texts are quoted as JSON, which is valid YAML."""
     family = families.get(facts.family)
-    task = "image-to-image" if family.controls[1] else "text-to-image"
+    task = "image-to-image" if family.controls[1] else "text-to-video" if family.clips[1] else "text-to-image"
     tags = [task, "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
     head: dict[str, Any] = {}
     if facts.base_model:
