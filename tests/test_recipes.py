@@ -592,5 +592,5 @@ def test_the_card_of_this_machine(gib: list[float], card: int, monkeypatch: pyte
     from lora_fp8.cli import new
     from lora_fp8.common import gpu
 
-    monkeypatch.setattr(gpu, "read_gpus", lambda: [("NVIDIA", int(size * GIB)) for size in gib])
+    monkeypatch.setattr(gpu, "read_gpus", lambda: [gpu.Gpu("NVIDIA", total=int(size * GIB)) for size in gib])
     assert new.detect_card() == card
