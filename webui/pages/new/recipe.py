@@ -187,14 +187,15 @@ class Recipe:
     def _count_images(self, values: dict[str, Any]) -> dataset_recipe.Pictures:
         """Count the images of the draft's folders. Captions are read again only after files have come or gone."""
         counts = self.reader.count_folders(values)
-        key = tuple((folder, repeats, contents) for folder, contents, repeats, _ in counts)
+        key = tuple(counts)
         with self._lock:
             if key not in self._looked:
                 if len(self._looked) >= MOST_KEPT:
                     self._looked.clear()
                 folders: list[tuple[Path, float]] = [(folder, repeats) for folder, _, repeats, _ in counts]
+                masks = {folder: mask for folder, _, _, mask in counts}
                 try:
-                    self._looked[key] = dataset_recipe.scan_folders(folders)
+                    self._looked[key] = dataset_recipe.scan_folders(folders, masks)
                 except UserError:
                     return dataset_recipe.Pictures()  # the check of the draft says why
             return self._looked[key]
