@@ -84,6 +84,8 @@ def test_odd_values_in_a_status_or_a_log_hide_no_run(ui: Ui, tmp_path: Path) -> 
         write(folder / "events.jsonl", [begin, {**step(1, 0.1), name: value}])
         run_monitor.get_monitor.cache_clear()
         assert "run=" in runs_page.render_board(ui, "all", 0)
+    write(folder / "events.jsonl", [{"t": 1e300, "event": "warning", "text": "too late"}])
+    assert "too late" in run_page.render_warnings(ui, run_log.RunLog(folder / "events.jsonl").read())
 
 
 def test_an_export_without_a_checkpoint_runs_nothing(ui: Ui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
