@@ -182,6 +182,18 @@ def test_the_doctor_tells_the_same(folder, tmp_path, capsys):
     assert "cut" in kinds and "mask_outside" not in kinds
 
 
+def test_a_crop_that_follows_its_mask_is_another_image_of_the_training(folder, tmp_path):
+    """Resuming warns of it, and its held-out loss is not compared with that of the usual crop."""
+    put(folder / "a.png", drawn((300, 64), mode="RGB"))
+    put(tmp_path / "masks/a.png", drawn((300, 64), (0, 0, 9, 64)), caption=False)
+    prints = []
+    for follow in (False, True):
+        report, section = scanned(folder, tmp_path / "masks", follow_mask=follow)
+        (placed,) = buckets.assign(report.examples, section, resolution=48, step=8)
+        prints.append(stages_cache._make_fingerprint(placed, 1))
+    assert prints[1] == [*prints[0], "crop (0, 0)"]
+
+
 # -- cut and mirrored with their picture
 
 
