@@ -529,7 +529,7 @@ def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copy tensors, named and shaped as `state` returns them, into the adapters.
+    """Copy tensors, named and shaped as `copy_state` returns them, into the adapters.
 
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.

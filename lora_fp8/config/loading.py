@@ -334,7 +334,7 @@ def _read_preset_names(given: dict[str, Any], assignments: list[tuple[list[str],
 
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
     if name in recipes.list_names():
-        return {}  # `_fill_recipe` needs the family
+        return {}  # `_fill_recipes` needs the family
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
     try:
         exists = path.is_file()

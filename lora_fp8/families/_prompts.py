@@ -205,7 +205,7 @@ class Prompts(Encoders):
 
     # -- batches and pipeline arguments ----------------------------------------------------------------------------
     def collate(self, conds: list[Cond]) -> Cond:
-        """Collate unbatched conditionings into a batch; for `prompts_vary` see `padded`."""
+        """Collate unbatched conditionings into a batch; for `prompts_vary` see `_pad_conds`."""
         import torch
 
         batch = _pad_conds(conds, self.padded_in_front) if self.prompts_vary else {}

@@ -368,7 +368,7 @@ OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.
 
 
 def _find_text_places(family: Any) -> dict[str, _Place]:
-    """Return the places, as `_places` does, of the weights that LoRAs of text encoders change.
+    """Return the places, as `_find_places` does, of the weights that LoRAs of text encoders change.
 
     Raises:
         UserError: a single file does not contain its text encoders.

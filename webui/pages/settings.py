@@ -108,7 +108,7 @@ class _Folders:
         self.remove.click(partial(change_list, "remove"), self.removing, outputs, **QUIET)
 
     def render(self, error: str = "", done: bool = False) -> list[Any]:
-        """Return values for the elements of `shown`. What was typed stays, unless adding it was `done`."""
+        """Return values for `components`. What was typed stays, unless adding it was `done`."""
         added = [str(path) for path in self.added()]
         message = f'<p class="wrong" role="alert">{sanitize.escape(self.ui.translate(error))}</p>' if error else ""
         offered = gr.update(choices=added, value=added[0] if added else None)
