@@ -161,7 +161,7 @@ class Loader:
 
     Args:
         buckets: examples by bucket, from `buckets.group`.
-        cache: filled with these examples and with those of `Cache.list_prompts`.
+        cache: filled with these examples and with the prompts of `Cache.list_prompts`.
         family: image_conditioning and collate are used.
         section: `[dataset]`: flip, caption_dropout, the folders' weights, and the settings of the variants of images
             and captions.
