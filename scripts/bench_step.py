@@ -52,6 +52,7 @@ from lora_fp8 import (
 )
 from lora_fp8.errors import UserError
 from lora_fp8.plan import dry_run
+from lora_fp8.plan.training_memory import count_bytes
 from lora_fp8.settings import (
     Adapter,
     Memory,
@@ -458,13 +459,6 @@ def measure_weight_error(trainer: Trainer, model: str, size: str) -> float:
         error += (held.float() - exact.float()).square().sum().item()
         total += exact.float().square().sum().item()
     return (error / total) ** 0.5
-
-
-def count_bytes(tensor: Tensor) -> int:
-    """Return a tensor's bytes. A tensor made of others (torchao) reports the dtype that it stands for."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()
 
 
 def get_address(tensor: Tensor) -> int:

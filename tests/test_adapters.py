@@ -93,14 +93,14 @@ def test_global_random_state_is_untouched():
 
 def test_only_adapters_train_and_the_base_does_not_move():
     model = flux("fp8", torch.bfloat16)
-    before = precision.dequantize_state_dict(model)
+    before = dict(precision.dequantize_tensors(model))
     report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "proj_out"], seed=0)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable and all(".lora_A.default." in name or ".lora_B.default." in name for name in trainable)
     assert report.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert report.num_modules == len(report.names) == len(adapters.find_adapted_layers(model))
     assert len(trainable) == 2 * report.num_modules == len(adapters.list_trained_parameters(model))
-    after = precision.dequantize_state_dict(model)
+    after = dict(precision.dequantize_tensors(model))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

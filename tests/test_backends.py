@@ -133,7 +133,7 @@ def test_torchao_layers_are_torchaos_own(form):
     assert {layer.backend for layer in plan.layers} == {
         "torchao"
     } and f"2 in {form} by torchao" in plan.format_summary()
-    decoded = precision.dequantize_state_dict(model)
+    decoded = dict(precision.dequantize_tensors(model))
     assert decoded.keys() == source.state_dict().keys() and torch.equal(decoded["0.weight"], model[0].weight)
 
 
@@ -519,7 +519,7 @@ def test_te_layers_are_built_in_fp8_filled_and_frozen(te, recipe, name, storage,
     assert [key for key, one in model.named_parameters() if one.grad is not None and "lora_" not in key] == []
     assert all(one.contexts == [(1, name)] and one.rows == [rows] for one in StandInLinear.made)
     # The weights are what an fp8 tensor can hold of the file's, under the plain model's names.
-    decoded = precision.dequantize_state_dict(model)
+    decoded = dict(precision.dequantize_tensors(model))
     assert decoded.keys() == source.state_dict().keys()
     for key, tensor in source.state_dict().items():
         error = (decoded[key].double() - tensor.double()).norm() / tensor.double().norm()

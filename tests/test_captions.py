@@ -68,6 +68,7 @@ def edited(folder: Path, *operations: caption_operations.Operation, only: list[s
         (caption_operations.RenameTag("a", "z"), " a ,b,  a", " z ,b"),
         (caption_operations.RenameTag("a", "b"), "a, b, c", "b, c"),
         (caption_operations.RenameTag("a", "b"), "aa, c", "aa, c"),
+        (caption_operations.RenameTag("b", "b"), "a, b, c", "a, b, c"),
         (caption_operations.Prepend("x "), "a", "x a"),
         (caption_operations.Append("."), "a", "a."),
         (caption_operations.Trigger("zibo"), "a zibot", "zibo, a zibot"),

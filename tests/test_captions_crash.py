@@ -454,6 +454,10 @@ def test_odd_values_in_a_journal_are_one_line(folder: Path, field: str) -> None:
     for line in ("[" * 100_000, "{" * 1000, '{"edit":' * 50_000, "NaN", '{"edit": NaN}', '{"undo": [1, "a"]}'):
         (folder / room.JOURNAL).write_text(line + "\n", encoding="utf-8")
         assert room.read_history(folder) == []
+    for kind in ("edit", "undo", "redo"):  # an operation on nothing
+        (folder / room.JOURNAL).write_text(json.dumps({kind: [], "open": True}) + "\n", encoding="utf-8")
+        assert not room.repair(folder).needed
+        edit(folder, f"after an empty {kind}")
 
 
 def test_odd_changes_in_a_journal_are_one_line_and_escape_nowhere(folder: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def train_case(
         precision.quantize_(denoiser, job.quantize, model.keep_precise, torch.bfloat16, model.modulation)
         precision.fill_(denoiser, model.read_denoiser_tensors(), dtype=torch.bfloat16)
         plain = getattr(diffusers, model.denoiser_class).from_config(model.read_denoiser_config()).to(torch.bfloat16)
-        plain.load_state_dict(precision.dequantize_state_dict(denoiser))
+        plain.load_state_dict(dict(precision.dequantize_tensors(denoiser)))
         shutil.rmtree(seen / model.denoiser_name)
         plain.save_pretrained(seen / model.denoiser_name)
 

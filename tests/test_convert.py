@@ -156,7 +156,7 @@ def test_filled_flux_answers_as_the_model_on_decoded_weights():
     precision.fill_(model, source.state_dict().items(), torch.float32)
     inputs = flux_inputs(torch.float32)
     plain = flux()
-    plain.load_state_dict(precision.dequantize_state_dict(model))  # strict
+    plain.load_state_dict(dict(precision.dequantize_tensors(model)))  # strict
     with torch.no_grad():
         got, exact, unquantized = model(**inputs)[0], plain(**inputs)[0], source(**inputs)[0]
     assert torch.equal(got, exact)
@@ -167,9 +167,9 @@ def test_decoded_state_dict_with_adapters():
     model = flux()
     names = list(model.state_dict())
     precision.quantize_(model, FP8, (), torch.bfloat16)
-    before = precision.dequantize_state_dict(model)
+    before = dict(precision.dequantize_tensors(model))
     adapters.inject(model, settings.Adapter(rank=2), ["to_q", "proj_mlp"], 0)
-    after = precision.dequantize_state_dict(model)
+    after = dict(precision.dequantize_tensors(model))
     assert sorted(after) == sorted(names) and list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in names)
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}

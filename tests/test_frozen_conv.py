@@ -181,7 +181,7 @@ def test_filling_from_a_stream_equals_quantizing_in_place() -> None:
     precision.fill_(empty, stream, torch.bfloat16)
     own, theirs = empty.state_dict(), whole.state_dict()
     assert own.keys() == theirs.keys() and all(torch.equal(own[key], theirs[key]) for key in own)
-    decoded = precision.dequantize_state_dict(empty)
+    decoded = dict(precision.dequantize_tensors(empty))
     assert {name: tuple(tensor.shape) for name, tensor in decoded.items()} == {n: tuple(t.shape) for n, t in stream}
     plain = make_unet().to(torch.bfloat16)
     plain.load_state_dict(decoded)
@@ -195,7 +195,7 @@ def test_what_verify_reads_is_what_training_held() -> None:
     weights = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     section = Quantize()
     plan = precision.quantize_(unet, section, KEEP, torch.bfloat16)
-    decoded = precision.dequantize_state_dict(unet)
+    decoded = dict(precision.dequantize_tensors(unet))
     for layer in plan.quantized:
         name = f"{layer.name}.weight"
         assert torch.equal(precision.as_held(weights[name], layer, section, torch.bfloat16), decoded[name])

@@ -398,6 +398,7 @@ def test_a_profile_that_cannot_be_used_is_a_warning_and_the_picture_is_read_with
         only(report.warnings)
         == f"1 image has a colour profile that cannot be used and is read as sRGB: {path} ({words})"
     )
+    assert "damaged" not in translations.translate("zh-CN", only(report.warnings))
 
 
 def test_a_profile_lost_in_the_file_is_told(tmp_path):

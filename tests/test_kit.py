@@ -107,6 +107,7 @@ def test_the_card_as_the_hub_reads_it(ask: Callable, file: Path, tmp_path: Path)
     assert card.data.base_model == "owner/sdxl" and card.data.license == "apache-2.0"
     assert card.data.library_name == "diffusers" and card.data.instance_prompt == trigger
     assert {"lora", "text-to-image", "template:sd-lora", "fox"} <= set(card.data.tags)
+    assert '"text-to-video"' in kit.render_card(kit.Facts("wan", "A motion"), "a.safetensors", [], "a")
     assert "StableDiffusionXLPipeline" in card.text and 'Draws "zibo": a fox.' in card.text
     bare = tmp_path / "bare"
     path = tmp_path / "plain.safetensors"

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 from hub_server import HubServer
 
 from lora_fp8 import cli
+from lora_fp8.common.gpu import Gpu, read_gpus
 from lora_fp8.plan import machine
 from lora_fp8.plan.known_problems import KNOWN
+from webui.context import Place, Ui
+from webui.pages import runs
 
 GIB = 2**30
 
@@ -27,20 +31,28 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """driver("RTX 4090", cuda=12080): what nvidia-ml-py answers."""
+    """driver("RTX 4090", cuda=12080): what nvidia-ml-py answers. Each of several cards has a GiB less free memory."""
 
-    def install(name: str, cuda: int = 13000) -> None:
+    def refuse(*about: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def install(name: str, cuda: int = 13000, cards: int = 1, refused: tuple[str, ...] = ()) -> None:
         fake = types.ModuleType("pynvml")
         answers = {
             "nvmlInit": lambda: None,
             "nvmlSystemGetCudaDriverVersion": lambda: cuda,
             "nvmlSystemGetDriverVersion": lambda: "580.65",
-            "nvmlDeviceGetCount": lambda: 1,
+            "nvmlDeviceGetCount": lambda: cards,
             "nvmlDeviceGetHandleByIndex": lambda number: number,
-            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=24 * GIB, free=23 * GIB),
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=24 * GIB, free=(23 - handle) * GIB),
             "nvmlDeviceGetName": lambda handle: name,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=7),
+            "nvmlDeviceGetTemperature": lambda handle, sensor: 41,
+            "NVML_TEMPERATURE_GPU": pynvml.NVML_TEMPERATURE_GPU,
+            "NVMLError": pynvml.NVMLError,
         }
-        for key, answer in answers.items():
+        for key, answer in (answers | dict.fromkeys(refused, refuse)).items():
             setattr(fake, key, answer)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
 
@@ -52,13 +64,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """card("RTX 4090", (8, 9)): what torch answers."""
     import torch
 
-    def install(name: str, capability: tuple[int, int], archs: str = "sm_80 sm_90 sm_120 compute_120") -> None:
-        about = SimpleNamespace(name=name, total_memory=24 * GIB, major=capability[0], minor=capability[1])
+    def install(
+        name: str, capability: tuple[int, int], archs: str = "sm_80 sm_90 sm_120 compute_120", cards: int = 1
+    ) -> None:
+        about = {"name": name, "total_memory": 24 * GIB, "major": capability[0], "minor": capability[1]}
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
         monkeypatch.setattr(torch.cuda, "get_arch_list", archs.split)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**about, uuid=str(device))
+        )
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
@@ -84,6 +100,25 @@ def test_a_card_of_today_can_do_everything_that_its_generation_can(
     text = "\n".join(found.format_lines())
     assert "compute capability 8.9" in text and "driver 580.65, up to CUDA 13.0" in text
     assert text.endswith("A training can run here.")
+
+
+def test_each_of_several_equal_cards_has_its_own_free_memory(tmp_path: Path, driver: Callable, card: Callable) -> None:
+    driver("NVIDIA GeForce RTX 4090", cards=2)
+    card("NVIDIA GeForce RTX 4090", (8, 9), cards=2)
+    assert [gpu.free_bytes for gpu in examine(tmp_path).gpus] == [23 * GIB, 22 * GIB]
+
+
+def test_what_a_driver_does_not_report_of_a_card_is_left_out(tmp_path: Path, driver: Callable, card: Callable) -> None:
+    """GB10 shares the memory of the CPU, and a part of a card (MIG) has no utilization."""
+    refused = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature")
+    driver("NVIDIA GB10", refused=refused)
+    assert "NVIDIA GB10: memory of unknown size" in "\n".join(examine(tmp_path).format_lines())
+    assert read_gpus() == [Gpu("NVIDIA GB10", "GPU-0")]
+    ui = Ui("en", Place(tmp_path, [tmp_path], fixed=False))
+    assert '<span title="NVIDIA GB10">GPU 0 </span>' in runs.render_machine(ui)
+    card("NVIDIA GB10", (12, 1))
+    (gpu,) = examine(tmp_path).gpus
+    assert (gpu.memory_bytes, gpu.free_bytes) == (24 * GIB, None)
 
 
 def test_a_card_without_fp8_cores_says_what_to_use(tmp_path: Path, driver: Callable, card: Callable) -> None:

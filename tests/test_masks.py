@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, jobs
-from lora_fp8.data import buckets, decoding, images, mask_files
+from lora_fp8.data import buckets, decoding, doctor, images, mask_files
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.examples import Example, Mask
 from lora_fp8.data.loader import Batch
@@ -177,6 +177,21 @@ def test_the_doctor_tells_the_same(folder, tmp_path, capsys):
     assert found["counts"]["masked"] == 2 == report.counts["masked"]
     outside = [one["files"] for one in found["findings"] if one["kind"] == "mask_outside"]
     assert [[file["file"] for file in files] for files in outside] == [["a.png"]]
+    followed = section.model_copy(update={"follow_mask": True})
+    kinds = [one.kind for one in doctor.examine(followed, doctor.Target(48, 8)).findings]
+    assert "cut" in kinds and "mask_outside" not in kinds
+
+
+def test_a_crop_that_follows_its_mask_is_another_image_of_the_training(folder, tmp_path):
+    """Resuming warns of it, and its held-out loss is not compared with that of the usual crop."""
+    put(folder / "a.png", drawn((300, 64), mode="RGB"))
+    put(tmp_path / "masks/a.png", drawn((300, 64), (0, 0, 9, 64)), caption=False)
+    prints = []
+    for follow in (False, True):
+        report, section = scanned(folder, tmp_path / "masks", follow_mask=follow)
+        (placed,) = buckets.assign(report.examples, section, resolution=48, step=8)
+        prints.append(stages_cache._make_fingerprint(placed, 1))
+    assert prints[1] == [*prints[0], "crop (0, 0)"]
 
 
 # -- cut and mirrored with their picture

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from lora_fp8 import config
+from lora_fp8.common.gpu import Gpu
 from lora_fp8.config import dataset_recipe, recipes
 from webui import form, image_folders, importer, translations
 from webui.context import Place, Ui
@@ -130,7 +131,7 @@ def test_without_a_goal_and_on_a_demo_base_nothing_is_proposed(page: new.Page, t
 def test_the_gpu_that_is_found_is_chosen_with_the_goal_and_named(
     page: new.Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page.recipe.gpus = [("NVIDIA GeForce RTX 4090", 25757220864)]
+    page.recipe.gpus = [Gpu("NVIDIA GeForce RTX 4090", total=25757220864), Gpu("NVIDIA GB10")]
     painted = choose(page, "style")
     assert settings_of(page)["preset"] == ["style", "vram_24gb"]
     assert pressed(painted["new-presets"]) == {"style", "vram_24gb"}

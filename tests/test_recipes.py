@@ -20,10 +20,12 @@ from waiting import LONG_SECONDS
 from lora_fp8 import cli, config, families
 from lora_fp8.config import dataset_recipe, find_unused_settings, recipes, short_config
 from lora_fp8.config.dataset_recipe import Pictures
+from lora_fp8.data import image_edits
 from lora_fp8.errors import Message, UserError
 from lora_fp8.families.sources import known_bases
 from lora_fp8.plan.check import check
 from lora_fp8.settings import Job
+from webui import image_folders
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -318,6 +320,23 @@ def test_tags_are_shuffled_and_sentences_and_instructions_never(
     assert config.loads(short_config.format_config(wishes, pictures)).dataset.shuffle_tags is shuffled
 
 
+def test_images_are_counted_as_training_lists_them(tmp_path: Path) -> None:
+    """Masks beside the images and excluded images do not count, and a caption may end with .TXT."""
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+        Image.new("L", (8, 8)).save(tmp_path / f"{number}-masklabel.png")
+        Image.new("L", (8, 8)).save(tmp_path / f"{number}_m.png")
+        (tmp_path / f"{number}.TXT").write_text(f"dog {number}", encoding="utf-8")
+    (tmp_path / image_edits.FILE).write_text('["0.png"]\nexclude = true\n', encoding="utf-8")
+    pictures = dataset_recipe.scan_folders([(tmp_path, 2)], {tmp_path: "*_m"})
+    assert (pictures.images, pictures.samples, pictures.uncaptioned) == (3, 6, 0)
+    assert pictures.captions == ["dog 1", "dog 2", "dog 3"]
+    counted = image_folders.count_files(tmp_path, "*_m")
+    assert (counted.pictures, counted.without_caption) == (3, 0)
+    pairs = dataset_recipe.find_pairs(tmp_path, tmp_path)
+    assert pairs == [(f"dog {number}", tmp_path / f"{number}.png") for number in (1, 2)]
+
+
 def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -> None:
     for name, number in (("10_zibo dog", 3), ("2_other", 5)):
         folder = tmp_path / "img" / name
@@ -592,5 +611,5 @@ def test_the_card_of_this_machine(gib: list[float], card: int, monkeypatch: pyte
     from lora_fp8.cli import new
     from lora_fp8.common import gpu
 
-    monkeypatch.setattr(gpu, "read_gpus", lambda: [("NVIDIA", int(size * GIB)) for size in gib])
+    monkeypatch.setattr(gpu, "read_gpus", lambda: [gpu.Gpu("NVIDIA", total=int(size * GIB)) for size in gib])
     assert new.detect_card() == card

@@ -1,6 +1,7 @@
 """The pages of runs without a browser: what they make of event logs, and how it becomes HTML and SVG."""
 
 import html
+import itertools
 import json
 import os
 import re
@@ -64,6 +65,27 @@ def test_a_status_that_is_no_object_hides_no_run(text: str, ui: Ui, tmp_path: Pa
     (folder / "status.json").write_bytes(text.encode("latin-1"))
     (view,) = run_monitor.get_monitor(ui.place).views()
     assert view.name == "a" and view.state == "lost"
+
+
+ODD = [None, True, "x", -1, 1e300, 10**40, float("nan"), float("inf"), [], {}, "\ud800"]
+
+
+def test_odd_values_in_a_status_or_a_log_hide_no_run(ui: Ui, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "work" / "runs" / "a", [{"t": 1, "event": "stopped"}])
+    usual = {"t": 1.0, "state": "stopped", "step": 1, "steps": 2, "loss": 0.1}
+    for name, value in itertools.product(usual, ODD):
+        (folder / "status.json").write_text(json.dumps({**usual, name: value}), encoding="utf-8")
+        run_monitor.get_monitor.cache_clear()
+        assert "run=" in runs_page.render_board(ui, "all", 0)
+    (folder / "status.json").write_text('{"state": "refused"}', encoding="utf-8")
+    for name, value in itertools.product(step(1, 0.1), ODD):
+        begin = {"t": 1, "event": "stage", "stage": "train", "step": 0, "steps": 3}
+        (folder / "events.jsonl").unlink()
+        write(folder / "events.jsonl", [begin, {**step(1, 0.1), name: value}])
+        run_monitor.get_monitor.cache_clear()
+        assert "run=" in runs_page.render_board(ui, "all", 0)
+    write(folder / "events.jsonl", [{"t": 1e300, "event": "warning", "text": "too late"}])
+    assert "too late" in run_page.render_warnings(ui, run_log.RunLog(folder / "events.jsonl").read())
 
 
 def test_an_export_without_a_checkpoint_runs_nothing(ui: Ui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,13 +115,12 @@ def _load_picture(place: Place, decoders: Decoders, wanted: _Wanted) -> tuple[by
     return data, f'"{key}"'
 
 
-def prune_thumbnails(place: Place, most: int = MOST_THUMBNAIL_BYTES) -> int:
-    """Delete the oldest thumbnails beyond `most` bytes and return how many. Called when the page starts."""
+def prune_thumbnails(place: Place) -> None:
+    """Delete the oldest thumbnails beyond MOST_THUMBNAIL_BYTES. Called when the page starts."""
     files = [(file.stat().st_mtime, file.stat().st_size, file) for file in (place.home / "thumbnails").glob("*/*.webp")]
-    total, deleted = sum(size for _, size, _ in files), 0
+    total = sum(size for _, size, _ in files)
     for _, size, file in sorted(files, key=lambda entry: entry[0]):
-        if total <= most:
+        if total <= MOST_THUMBNAIL_BYTES:
             break
         file.unlink(missing_ok=True)
-        total, deleted = total - size, deleted + 1
-    return deleted
+        total -= size

@@ -45,7 +45,7 @@ class Setting:
         default: the value without a line; None if a value is required.
         bounds: accepted range in signs, such as ">= 1"; "" if there is none.
         accepts: the same in words.
-        when: see `settings.setting`.
+        when: see `declarations.setting`.
         also: its names in other trainers, by trainer.
     """
 
@@ -492,5 +492,5 @@ def find_key(line: str) -> str:
 
 
 def find_unused(values: dict[str, Any]) -> set[str]:
-    """Return the settings that have no effect with these values; see `settings.setting`."""
+    """Return the settings that have no effect with these values; see `declarations.setting`."""
     return set(find_unmet_rules(values)) & collect_settings().keys()

@@ -87,7 +87,7 @@ def count_files(folder: Path, mask: str = "") -> Count:
             captions = {
                 Path(name).stem
                 for name in names
-                if Path(name).suffix in CAPTIONS and not _is_empty_text(os.path.join(inner, name))
+                if Path(name).suffix.lower() in CAPTIONS and not _is_empty_text(os.path.join(inner, name))
             }
             labels = find_label_files(names)
             labelled_masks += sum(find_masked_stem(LABEL, name) != "" for name in labels)

@@ -91,7 +91,7 @@ class WebhookSection:
 
     @property
     def components(self) -> list[Any]:
-        """Return what `paint` returns values for."""
+        """Return what `update_components` returns values for."""
         return [self.status, self.test, self.remove]
 
     def bind_events(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_fp8.common.messages import restore
 from lora_fp8.common.numbers import format_bytes
-from lora_fp8.jobs import BESIDE, ENDED, JobView, Sentence
+from lora_fp8.jobs import BESIDE, ENDED, JobView, Sentence, run_events
 
 from .context import Ui
 from .sanitize import escape
@@ -303,8 +303,8 @@ def format_duration(ui: Ui, seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format a time in this computer's time zone, without the date if it is today; "" for 0."""
-    if not seconds:
+    """Format a time in this computer's time zone, without the date if it is today; "" if it is none of a run."""
+    if not 0 < seconds < run_events.LATEST:  # another program may have written it
         return ""
     then = datetime.fromtimestamp(seconds)
     return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")

@@ -14,6 +14,7 @@ import psutil
 
 from lora_fp8 import config, jobs
 from lora_fp8.common import reading
+from lora_fp8.common.gpu import read_gpus
 from lora_fp8.errors import Message, UserError, cannot_read
 from lora_fp8.jobs import JobView, Queue, run_events
 from lora_fp8.run import Run
@@ -76,7 +77,7 @@ class RunMonitor:
             "cpu": psutil.cpu_percent(),
             "ram": (memory.total - memory.available, memory.total),
             "free": psutil.disk_usage(str(self._place.home)).free,
-            "gpus": list_gpus(),
+            "gpus": read_gpus(),
         }
 
 
@@ -269,30 +270,6 @@ def _get_mtime(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def list_gpus() -> list[dict[str, Any]]:
-    """Return the name, utilization, memory and temperature of each NVIDIA GPU; [] if there is none."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no driver or library: there is no GPU to show
-        return []
-    gpus = []
-    for number in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        gpus.append(
-            {
-                "name": pynvml.nvmlDeviceGetName(handle),
-                "busy": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                "used": memory.used,
-                "total": memory.total,
-                "degrees": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            }
-        )
-    return gpus
 
 
 def read_log_tail(view: JobView) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from ..precision import strip_base_layer
 from . import kinds
 
 COMPUTED_IN = (torch.bfloat16, torch.float32)
@@ -78,7 +79,7 @@ def attach_beneath_(
         scaling: see `attach_`.
         dtype: dtype in which the adapter is held and computed.
     """
-    layers = {_strip_base_layer(name): module for name, module in model.named_modules() if _takes_adapter(module)}
+    layers = {strip_base_layer(name): module for name, module in model.named_modules() if _takes_adapter(module)}
     converted = {name: tensor.to(dtype) for name, tensor in state.items()}
     attach_(layers, converted, scaling, 1.0, next(model.parameters()).device)
 
@@ -96,11 +97,6 @@ def without_attached(model: nn.Module) -> Iterator[None]:
     finally:
         for addition in additions:
             addition.is_on = True
-
-
-def _strip_base_layer(name: str) -> str:
-    """Return the name of a layer in the plain model."""
-    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _takes_adapter(module: nn.Module) -> bool:

@@ -462,7 +462,7 @@ def list_trained_parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter
 
 
 def list_tensors(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return `parameters`, and the A of `adapter.freeze_a`, which requires no gradient."""
+    """Return `list_trained_parameters`, and the A of `adapter.freeze_a`, which requires no gradient."""
     return [
         (f"{name}.{part}", parameter)
         for name, layer in find_adapted_layers(denoiser).items()
@@ -486,7 +486,7 @@ def read_scalings(denoiser: nn.Module) -> dict[str, float]:
 
 
 def copy_state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the adapters' tensors on the CPU, by the names of `parameters`.
+    """Return copies of the adapters' tensors on the CPU, by the names of `list_tensors`.
 
     They are the parameters, or with a start that is taken from the base a LoRA of twice the rank; see `starts`.
     """
@@ -529,7 +529,7 @@ def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
-    """Copy tensors, named and shaped as `state` returns them, into the adapters.
+    """Copy tensors, named and shaped as `copy_state` returns them, into the adapters.
 
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.

@@ -202,7 +202,7 @@ def compute_scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str,
 def compute_delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the matrix (N, K) that is added to the weight, times `scale`; for DoRA, before rows are rescaled.
 
-    OFT has none without a weight: see `gain`.
+    OFT has none without a weight: see `compute_weight_change`.
     """
     held = {name: tensor.to(dtype) for name, tensor in parts.items()}
     if "lora_A.weight" in held:

@@ -186,7 +186,6 @@ def images(
 ) -> None:
     """Exclude, turn or crop images for training, or list what is changed. The image files stay as they are."""
     from ..data import image_changes, image_edits
-    from ..errors import UserError
 
     root = folder.expanduser()
     chosen = [name for name in image_changes.list_images(root) if not only or fnmatch.fnmatchcase(name, only)]
@@ -244,7 +243,6 @@ def import_dataset(
     """Import a dataset in another form, such as one from Hugging Face. The result is images with .txt captions."""
     from ..common.progress import CountProgress
     from ..data import dataset_import, foreign_datasets
-    from ..errors import UserError
     from ..tools import hub_dataset
 
     fetched = _fetch_dataset(source, revision, files, folder, is_shown=not as_json)
@@ -305,7 +303,6 @@ def _fetch_dataset(
 ) -> "BaseDescription | None":
     """Download a dataset from Hugging Face; None for what is on this machine."""
     from ..data import dataset_import
-    from ..errors import UserError
     from ..families.sources import download as downloading
     from ..families.sources.reference import parse_dataset
     from ..run import StopSignal
@@ -400,7 +397,6 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
 
 def _read_crop(crop: Sequence[float]) -> "Box":
     from ..data import image_edits
-    from ..errors import UserError
 
     try:
         return image_edits.read_edit({"crop": list(crop)}).crop

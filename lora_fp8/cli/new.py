@@ -291,7 +291,7 @@ def detect_card() -> int:
     from ..common.gpu import read_gpus
     from ..config.recipes import choose_card
 
-    largest = max((size for _, size in read_gpus()), default=0)
+    largest = max((gpu.total or 0 for gpu in read_gpus()), default=0)
     return choose_card(largest) if largest else ASSUMED_CARD
 
 

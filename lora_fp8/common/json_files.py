@@ -42,15 +42,15 @@ def read_json(path: Path, most: int | None = MOST_JSON) -> Any:
     return parse_json(read_bytes(path, most))
 
 
-def read_object(path: Path, most: int | None = MOST_JSON) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object, of at most MOST_JSON bytes.
 
     Raises:
         OSError: as for `read_bytes`.
         ValueError: the file holds something else; the message names it.
     """
     try:
-        content = read_json(path, most)
+        content = read_json(path)
     except ValueError as error:
         raise ValueError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
     if not isinstance(content, dict):

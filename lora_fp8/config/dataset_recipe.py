@@ -5,7 +5,7 @@ These values are written into the config by `lora-fp8 new`, because they depend 
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 from .. import families
 from ..common.numbers import format_digits
 from ..data.caption_style import detect_style
-from ..data.caption_text import CAPTIONS, read_caption
+from ..data.caption_text import read_caption
 from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
-from ..data.image_files import walk
+from ..data.examples import ScanReport
+from ..data.image_files import Listing, apply_edits, walk
 from ..errors import Message, UserError, missing_folder, reason
 from ..settings import has_options
 from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card, has_dropout
@@ -33,6 +34,8 @@ PREVIEWS, MEASUREMENTS = 5, 10
 """How often previews are drawn and the held-out loss is measured, beside the start."""
 CLIP_STEPS = (16, 8, 4)
 """Frames of a clip after its first: the usual number, and fewer for cards that are too small for it."""
+MOST_PAIRS = 2
+"""Previews that are proposed for an editing model."""
 MOST_READ = 500
 """Captions that are read to tell tags from sentences."""
 REPEATS = re.compile(r"([1-9]\d{0,2})_")
@@ -84,8 +87,12 @@ def expand_folder(folder: Path) -> list[tuple[Path, int]]:
     return [(folder / name, int(name.partition("_")[0])) for name in inner]
 
 
-def scan_folders(folders: Sequence[tuple[Path, float]]) -> Pictures:
+def scan_folders(folders: Sequence[tuple[Path, float]], masks: Mapping[Path, str] | None = None) -> Pictures:
     """Count the files of image folders with their repeats, and read captions. No image is opened.
+
+    Args:
+        folders: each with its repeats.
+        masks: `dataset.folders.mask` of each folder that has it: masks beside the images are not counted.
 
     Raises:
         UserError: a folder cannot be read.
@@ -94,25 +101,28 @@ def scan_folders(folders: Sequence[tuple[Path, float]]) -> Pictures:
     samples: float = 0
     captions: list[str] = []
     for folder, repeats in folders:
-        root = Path(os.path.expanduser(folder))
-        try:
-            inside = list(walk(root))
-        except OSError as error:
-            raise UserError(Message("{path}: {why}", path=folder, why=reason(error))) from None
-        for inner, names in inside:
-            known = set(names)
-            for name in names:
-                stem, suffix = os.path.splitext(name)
-                if suffix.lower() not in (*EXTENSIONS, *VIDEOS):
-                    continue
-                images += suffix.lower() in EXTENSIONS
-                videos += suffix.lower() in VIDEOS
-                samples += repeats
-                file = next((inner / f"{stem}{end}" for end in CAPTIONS if f"{stem}{end}" in known), None)
-                caption = _read(file) if file and len(captions) < MOST_READ else ""
-                uncaptioned += file is None
-                captions += [caption] if caption else []
+        listed = _list_images(folder, (masks or {}).get(folder, ""))
+        videos += sum(path.suffix.lower() in VIDEOS for path, _ in listed)
+        images += sum(path.suffix.lower() in EXTENSIONS for path, _ in listed)
+        samples += repeats * len(listed)
+        for _, file in listed:
+            caption = _read(file) if file and len(captions) < MOST_READ else ""
+            uncaptioned += file is None
+            captions += [caption] if caption else []
     return Pictures(images, samples, videos, uncaptioned, detect_style(captions), captions)
+
+
+def _list_images(folder: Path, mask: str = "") -> list[tuple[Path, Path | None]]:
+    """List the images and videos of a folder as training does, each with its caption file."""
+    listing = Listing(Path(os.path.expanduser(folder)), mask, (*EXTENSIONS, *VIDEOS))
+    report = ScanReport()  # `check` shows what is in it
+    try:
+        for inner, names in walk(listing.root):
+            listing.add(inner, names, report)
+    except OSError as error:
+        raise UserError(Message("{path}: {why}", path=folder, why=reason(error))) from None
+    apply_edits(listing, report)
+    return listing.images
 
 
 def _read(file: Path) -> str:
@@ -258,19 +268,18 @@ def propose_prompts(goal: str, family: str, pictures: Pictures, trigger: str) ->
     return [caption for caption in captions if not has_options(caption)][:2]  # such as Midjourney's "--ar 16:9"
 
 
-def find_pairs(folder: Path, controls: Path, most: int = 2) -> list[tuple[str, Path]]:
-    """Return (caption, control image) of the first images that have both; for the previews of edits."""
+def find_pairs(folder: Path, controls: Path) -> list[tuple[str, Path]]:
+    """Return (caption, control image) of the first two images that have both; for the previews of edits."""
     pairs: list[tuple[str, Path]] = []
     root, other = Path(os.path.expanduser(folder)), Path(os.path.expanduser(controls))
-    for inner, names in walk(root):
-        for name in names:
-            stem, suffix = os.path.splitext(name)
-            file = next((path for end in CAPTIONS if (path := inner / f"{stem}{end}").is_file()), None)
-            if len(pairs) == most or suffix.lower() not in EXTENSIONS or file is None:
-                continue
-            beside = controls / inner.relative_to(root)
-            endings = (f"{stem}{part}{end}" for part in ("", "_1") for end in EXTENSIONS)
-            control = next((beside / end for end in endings if (other / inner.relative_to(root) / end).is_file()), None)
-            if control is not None and (caption := _read(file)) and not has_options(caption):
-                pairs.append((caption, control))
+    for path, file in _list_images(folder):
+        if len(pairs) == MOST_PAIRS:
+            break
+        if path.suffix.lower() not in EXTENSIONS or file is None:
+            continue
+        beside = path.parent.relative_to(root)
+        endings = (f"{path.stem}{part}{end}" for part in ("", "_1") for end in EXTENSIONS)
+        control = next((controls / beside / end for end in endings if (other / beside / end).is_file()), None)
+        if control is not None and (caption := _read(file)) and not has_options(caption):
+            pairs.append((caption, control))
     return pairs

@@ -176,13 +176,13 @@ def _make_inline(value: Any) -> Any:
     return tomlkit.item(value)
 
 
-def read_layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
+def read_layers(text: str, folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
     """Return the parts of a TOML text, unchecked: (name, tables) of each readable preset, then ("", its own tables).
 
     Raises:
         UserError: the text is not TOML. A preset that cannot be read is left out; `loads` reports why.
     """
-    given = _parse_toml(text, where)
+    given = _parse_toml(text, "config")
     unread: list[str] = []
     presets = [
         (name, _read_preset(name, folder, unread))
@@ -334,7 +334,7 @@ def _read_preset_names(given: dict[str, Any], assignments: list[tuple[list[str],
 
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
     if name in recipes.list_names():
-        return {}  # `_fill_recipe` needs the family
+        return {}  # `_fill_recipes` needs the family
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
     try:
         exists = path.is_file()

@@ -252,10 +252,12 @@ def compute_crop(size: Size, bucket: Size) -> tuple[Size, Size]:
     return resized, ((resized[0] - bucket_width) // 2, (resized[1] - bucket_height) // 2)
 
 
-def find_subject(example: Any, follow_mask: bool) -> Box | None:
-    """Return the box around the white part of an example's mask, as shares of the image's sides, if crops follow it."""
-    mask = example.mask if follow_mask else None
-    return mask.white if mask is not None and mask.white and any(mask.white) else None
+def find_subject(mask: Any, follow_mask: bool) -> Box | None:
+    """Return the box around the white part of an `examples.Mask`, as shares of the image's sides, if crops follow it.
+
+    An image without a mask, or with one that is black all over, has none.
+    """
+    return mask.white if follow_mask and mask is not None and mask.white and any(mask.white) else None
 
 
 def keep_inside(edges: tuple[int, int], resized: int, side: int, subject: tuple[float, float]) -> tuple[int, int]:
@@ -272,7 +274,7 @@ def keep_inside(edges: tuple[int, int], resized: int, side: int, subject: tuple[
     return least, most
 
 
-def _follow(placement: Placement, subject: Box | None) -> Placement:
+def follow(placement: Placement, subject: Box | None) -> Placement:
     """Move a crop as little as needed to show the subject."""
     if subject is None:
         return placement
@@ -346,7 +348,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
             placement = _place((example.width, example.height), sizes[side], side, step, max_aspect, section.upscale)
         except UserError as error:
             raise UserError(about(example.path, error)) from None
-        placed.append(Placed(example, _follow(placement, find_subject(example, section.follow_mask))))
+        placed.append(Placed(example, follow(placement, find_subject(example.mask, section.follow_mask))))
     return placed
 
 

@@ -277,7 +277,7 @@ class Journal:
         kind = next((kind for kind in ("edit", "undo", "redo") if kind in line), "")
         numbers = line.get(kind)
         numbers = numbers if isinstance(numbers, list) else [numbers]
-        if not all(type(number) is int for number in numbers):
+        if not numbers or not all(type(number) is int for number in numbers):
             return
         if kind == "edit":
             for number in numbers:

@@ -213,7 +213,7 @@ class RenameTag:
 
     def _edit_line(self, line: str) -> str:
         parts = line.split(self.separator)
-        there = any(part.strip() == self.new for part in parts)
+        there = self.new != self.old and any(part.strip() == self.new for part in parts)
         kept = []
         for part in parts:
             if part.strip() != self.old:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from .. import settings
 from ..errors import Template
+from .caption_operations import split_tags
+from .caption_variants import shorten
 
 LONG = 4.0
 """Words per part from which a caption counts as sentences; booru tags have 1.5 on average."""
@@ -18,20 +20,20 @@ _STOP = re.compile(r"[。！？]|[.!?](?=\s|$)")
 
 def looks_like_sentences(caption: str, separator: str = ",") -> bool:
     """Return True if a caption of several parts is prose: long parts, or fairly long parts and a full stop."""
-    parts = _split(caption, separator)
+    parts = split_tags(caption, separator)
     if len(parts) < 2:
         return False
     words = sum(map(_count_words, parts)) / len(parts)
     return words >= LONG or words >= LONG_WITH_STOP and _STOP.search(caption) is not None
 
 
-def detect_style(captions: Sequence[str], separator: str = ",") -> str:
+def detect_style(captions: Sequence[str]) -> str:
     """Return "sentences" if a tenth of the captions that have several parts are prose, else "tags".
 
     Returns "" if no caption has several parts, so that nothing tells.
     """
-    several = [caption for caption in captions if len(_split(caption, separator)) > 1]
-    prose = sum(looks_like_sentences(caption, separator) for caption in several)
+    several = [caption for caption in captions if len(split_tags(caption)) > 1]
+    prose = sum(map(looks_like_sentences, several))
     if not several:
         return ""
     return "sentences" if prose >= LEAST_SHARE * len(several) else "tags"
@@ -45,7 +47,7 @@ def find_sentences_used_as_tags(captions: Sequence[str], section: settings.Datas
     if not (section.shuffle_tags or section.tag_dropout):
         return []
     separator = section.tag_separator
-    several = [caption for caption in captions if len(_split(caption, separator)) > 1]
+    several = [caption for caption in captions if len(split_tags(caption, separator)) > 1]
     prose = [caption for caption in several if looks_like_sentences(caption, separator)]
     return prose if len(prose) >= LEAST_SHARE * len(several) else []
 
@@ -66,16 +68,7 @@ def warn_of_sentences(captions: Sequence[str], section: settings.Dataset) -> lis
     if not prose:
         return []
     warning = SHUFFLED if section.shuffle_tags else DROPPED
-    return [warning(count=len(prose), total=len(captions), example=repr(shorten(prose[0])))]
-
-
-def shorten(caption: str) -> str:
-    """Return at most 80 characters of a caption."""
-    return caption if len(caption) <= 80 else f"{caption[:77]}..."
-
-
-def _split(caption: str, separator: str) -> list[str]:
-    return [part for part in map(str.strip, caption.split(separator)) if part]
+    return [warning(count=len(prose), total=len(captions), example=repr(shorten(prose[0], 80)))]
 
 
 def _count_words(part: str) -> float:

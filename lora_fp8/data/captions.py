@@ -101,7 +101,7 @@ def select(
         having: tags that a caption must all have.
         lacking: tags of which it must have none.
         separator: between tags.
-        mask: as in `listed`.
+        mask: as in `list_caption_files`.
 
     Returns:
         The relative names of the images.
@@ -139,8 +139,8 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
     Args:
         folder: the dataset folder.
         operations: see above.
-        only: relative names of images, as `listed` has them; None selects all.
-        mask: as in `listed`.
+        only: relative names of images, as `list_caption_files` has them; None selects all.
+        mask: as in `list_caption_files`.
 
     Raises:
         UserError: an operation is invalid, a name is not an image of the folder, or a pattern never finishes.

@@ -110,7 +110,7 @@ def can_read_videos() -> bool:
 
 
 def count_resampled(seconds: Fraction, fps: float) -> int:
-    """Return how many frames `resampled` gives for a clip of this length."""
+    """Return how many frames `resample` gives for a clip of this length."""
     return max(1, round(seconds * Fraction(fps).limit_denominator(1001)))
 
 
@@ -135,7 +135,7 @@ def cut_pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list
     """Cut resampled frames into the pieces that are trained; [] if there are fewer frames than the smallest length.
 
     Args:
-        numbers: frame numbers from `resampled`.
+        numbers: frame numbers from `resample`.
         lengths: allowed lengths of a piece, in frames; the longest that fits is taken.
         how: "head": one piece from the start; "middle": one from the middle; "chunks": as many as fit, one after
             another.

@@ -21,6 +21,9 @@ MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",), "Lab": ("LAB",)
 _FLAGS = ImageCms.Flags.BLACKPOINTCOMPENSATION | ImageCms.Flags.HIGHRESPRECALC
 
 
+DAMAGED = Message("damaged")
+
+
 class ProfileError(ValueError):
     """A profile that cannot be used; the message says why."""
 
@@ -42,7 +45,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
     except OSError:
-        raise ProfileError(Message("damaged")) from None
+        raise ProfileError(DAMAGED) from None
     space = source.profile.xcolor_space.strip()
     if image.mode not in MODES.get(space, ()):
         raise ProfileError(Message("it is for {space} pixels, but the image is {mode}", space=space, mode=image.mode))
@@ -60,7 +63,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
             _FLAGS,
         )
     except ImageCms.PyCMSError:
-        raise ProfileError("damaged") from None
+        raise ProfileError(DAMAGED) from None
     if image.mode != "CMYK":
         samples = _make_samples(image.mode)
         moved = np.asarray(transform.apply(samples)).astype(int) - np.asarray(samples.convert("RGB"))

@@ -164,7 +164,7 @@ KINDS = {
     ),
     "caption_repeated": (
         "note",
-        Template("{detail} other images have the same caption"),
+        Template("other images with the same caption: {detail}"),
         Message("describe the differences; otherwise no prompt can tell these images apart"),
     ),
     "caption_long": (

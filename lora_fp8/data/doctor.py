@@ -32,8 +32,8 @@ from .. import settings
 from ..common.numbers import format_digits
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
-from .caption_style import find_sentences_used_as_tags, shorten
-from .caption_variants import unify_separators
+from .caption_style import find_sentences_used_as_tags
+from .caption_variants import shorten, unify_separators
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
 from .look_memory import LookMemory
@@ -388,7 +388,7 @@ def _report_sentences(
     for name, caption in trained.items():
         if caption in prose:
             findings.add(
-                "sentences_shuffled" if section.shuffle_tags else "sentences_cut", name, repr(shorten(texts[name]))
+                "sentences_shuffled" if section.shuffle_tags else "sentences_cut", name, repr(shorten(texts[name], 80))
             )
     if section.shuffle_tags or section.tag_dropout:
         for name, text in texts.items():
@@ -440,6 +440,7 @@ def _check_buckets(
                 findings.add("unreadable", name, str(error))
                 continue
             raise
+        place = buckets.follow(place, buckets.find_subject(mask, section.follow_mask))
         cut = 1 - (place.bucket_wh[0] * place.bucket_wh[1]) / (place.resized_wh[0] * place.resized_wh[1])
         for length in examples[name]:
             bucket: buckets.Bucket = (*place.bucket_wh, length) if length > 1 else place.bucket_wh

@@ -76,10 +76,10 @@ class Source:
         files: its files: metadata, tables, shards, or images for the form json.
         root: the folder that paths in it are relative to.
         column: the column with the captions; "" chooses.
-        problems: one line each for records and files that could not be read; filled by `records`.
-        caption_problems: one line each for records whose captions could not be used; filled by `records`.
+        problems: one line each for records and files that could not be read; filled by `read_records`.
+        caption_problems: one line each for records whose captions could not be used; filled by `read_records`.
         images: the column of a table that has the images; "" if it has their paths.
-        columns: number of records that have each column, without those of images and paths; filled by `records`.
+        columns: number of records that have each column, without those of images and paths; filled by `read_records`.
     """
 
     form: str

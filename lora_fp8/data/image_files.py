@@ -93,7 +93,7 @@ def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
 
 
 @dataclass
-class _Listing:
+class Listing:
     """The files of one folder entry.
 
     Attributes:
@@ -186,7 +186,7 @@ def list_folder(
         report.problems.append(Message("folder {path} is a file, not a folder", path=root))
         return []
     accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
-    listing = _Listing(root, section.folders[index].mask, accepted)
+    listing = Listing(root, section.folders[index].mask, accepted)
     try:
         for folder, names in walk(root):
             listing.add(folder, names, report)
@@ -208,11 +208,11 @@ def list_folder(
             )
         )
     _report_others(listing, section, clip_rate, report)
-    _apply_edits(listing, report)
+    apply_edits(listing, report)
     return [(index, root, path, caption) for path, caption in listing.images]
 
 
-def _apply_edits(listing: _Listing, report: ScanReport) -> None:
+def apply_edits(listing: Listing, report: ScanReport) -> None:
     """Leave out the images that the folder's edits exclude, and note how the others are turned and cropped."""
     root = listing.root
     edits: dict[str, image_edits.ImageEdit] = {}
@@ -264,7 +264,7 @@ def _get_edit(edits: dict[str, image_edits.ImageEdit], name: str) -> image_edits
     return edits.get(name, image_edits.NOTHING)
 
 
-def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int | None, report: ScanReport) -> None:
+def _report_others(listing: Listing, section: settings.Dataset, clip_rate: int | None, report: ScanReport) -> None:
     """Report the files of a folder that are not accepted, and a folder without images."""
     root, images = listing.root, [path for path, _ in listing.images]
     suffixes = {name: os.path.splitext(name)[1].lower() for name in listing.others}

@@ -49,7 +49,7 @@ def draw_variant(placed: Placed, section: settings.Dataset, number: int) -> Plac
     enlarged = 1 + zoom * section.zoom
     if not section.upscale:
         enlarged = max(1.0, min(enlarged, usual.original_wh[0] / usual.resized_wh[0]))
-    subject = find_subject(placed.example, section.follow_mask)
+    subject = find_subject(placed.example.mask, section.follow_mask)
     return Placed(placed.example, move_crop(usual, enlarged, change.angle, where, subject), change, usual)
 
 

@@ -161,11 +161,11 @@ class Loader:
 
     Args:
         buckets: examples by bucket, from `buckets.group`.
-        cache: filled with these examples and with its `prompts`.
+        cache: filled with these examples and with the prompts of `Cache.list_prompts`.
         family: image_conditioning and collate are used.
         section: `[dataset]`: flip, caption_dropout, the folders' weights, and the settings of the variants of images
             and captions.
-        seed: the job's seed; the same that `prompts` was given.
+        seed: the job's seed; the same that `Cache.list_prompts` was given.
         batch_size: images per micro-batch over all processes.
     """
 

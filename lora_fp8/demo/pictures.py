@@ -38,6 +38,8 @@ TEAL: RGB = (0, 185, 190)
 # of the base's world, so the badge stands out on all eight backgrounds.
 CONCEPT_RINGS: tuple[tuple[RGB, float], ...] = ((COLOURS["red"], 0.36), (COLOURS["white"], 0.68), (TEAL, 1.0))
 
+NONSENSE = 0.15
+"""Share of the training captions with a made-up word."""
 _SUPERSAMPLE = 4
 _TEMPLATES = (
     "{a_colour} {shape} on {a_background} background",
@@ -92,13 +94,13 @@ def make_nonsense_word(rng: random.Random) -> str:
             return word
 
 
-def make_caption(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str:
+def make_caption(scene: Scene, rng: random.Random) -> str:
     """Return a training caption of a scene.
 
-    With probability `nonsense`, a made-up word is inserted somewhere, or replaces the colour and the shape. The base
+    With probability NONSENSE, a made-up word is inserted somewhere, or replaces the colour and the shape. The base
     thus sees unknown words and learns that they mean nothing, which leaves the trigger word free.
     """
-    if rng.random() >= nonsense:
+    if rng.random() >= NONSENSE:
         return _fill(rng.choice(_TEMPLATES), scene)
     word = make_nonsense_word(rng)
     if rng.random() < 0.4:

@@ -29,7 +29,7 @@ from ..errors import Message, UserError, UserErrors, combine, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
 from .sources import WEIGHT_ENDINGS, BaseDescription, describe, parse
-from .sources.selection import STEMS
+from .sources.selection import STEMS, list_parts
 
 if TYPE_CHECKING:
     from .base import ModelFamily
@@ -123,10 +123,6 @@ def find_prefix(family: type[ModelFamily], part: str, header: Header) -> str | N
     return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in header)), None)
 
 
-def _list_folders(family: type[ModelFamily]) -> tuple[str, ...]:
-    return ("scheduler", "vae", family.denoiser_name, *family.text_parts)
-
-
 def _is_of(family: type[ModelFamily], header: Header) -> bool:
     from . import get
 
@@ -192,7 +188,7 @@ def _find_given_folder(
     if folder.is_dir():
         return folder, None
     if _is_repository(components):
-        folder = _hub_parts.fetch_given(components, _list_folders(family))
+        folder = _hub_parts.fetch_given(components, list_parts(family))
         bare = tuple(f"{part}/" for part in missing if not _has_weights(folder / part))
         if not bare:
             return folder, None
@@ -329,7 +325,7 @@ def _assemble_folder(
     wanted = ["scheduler", *list_weight_parts(family)]
     fetched = None
     if not all(part in published for part in wanted):
-        folders = _list_folders(family)
+        folders = list_parts(family)
         fetched = _hub_parts.fetch_released(family.example_base, folders, prefers_modelscope=is_from_modelscope)
     if fetched:
         configs[family.index_name] = _files.read_json(fetched / family.index_name)

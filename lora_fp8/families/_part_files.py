@@ -155,7 +155,7 @@ def _read_decoder(header: Header, *, has: tuple[str, ...] = (), lacks: tuple[str
     """Read a language model of the Llama kind.
 
     Args:
-        header: see `stated`.
+        header: see `read_config`.
         has, lacks: endings of the first layer's tensors, or prefixes with a dot at their end, that distinguish it.
     """
     names = header
@@ -268,7 +268,7 @@ _READERS: dict[str, Callable[[Header], dict[str, Any] | None]] = {
 
 
 def list_readable() -> tuple[str, ...]:
-    """Return the classes whose headers `stated` can read."""
+    """Return the classes whose headers `read_config` can read."""
     return tuple(_READERS)
 
 

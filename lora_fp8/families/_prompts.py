@@ -205,10 +205,10 @@ class Prompts(Encoders):
 
     # -- batches and pipeline arguments ----------------------------------------------------------------------------
     def collate(self, conds: list[Cond]) -> Cond:
-        """Collate unbatched conditionings into a batch; for `prompts_vary` see `padded`."""
+        """Collate unbatched conditionings into a batch; for `prompts_vary` see `_pad_conds`."""
         import torch
 
-        batch = pad_conds(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
+        batch = _pad_conds(conds, self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
     def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
@@ -248,18 +248,18 @@ def _evaluate_side(side: int | str, entries: Mapping[str, Any]) -> int:
     return total
 
 
-def pad_conds(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
-    """Batch one entry of several conditionings whose prompts differ in length.
+def _pad_conds(conds: Sequence[Cond], in_front: bool) -> Cond:
+    """Batch the embeddings of several prompts that differ in length.
 
     Returns:
-        `name`: (B, L, ...), padded with zeros behind the shorter prompts, or before them if `in_front`.
-        `name`_mask: bool (B, L), True for tokens.
+        prompt_embeds: (B, L, ...), padded with zeros behind the shorter prompts, or before them if `in_front`.
+        prompt_embeds_mask: bool (B, L), True for tokens.
     """
     import torch
 
-    rows = [cond[name] for cond in conds]
+    rows = [cond["prompt_embeds"] for cond in conds]
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     mask_BL = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
     side = "left" if in_front else "right"
     rows_BLD = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    return {name: rows_BLD, f"{name}_mask": mask_BL.flip(1) if in_front else mask_BL}
+    return {"prompt_embeds": rows_BLD, "prompt_embeds_mask": mask_BL.flip(1) if in_front else mask_BL}

@@ -19,7 +19,7 @@ from typing import Any
 from ..run import REFUSED, Run, Unreadable
 from .job_endings import check_done, describe_retry, find_ending, is_alive, will_retry
 from .job_view import JobView, Sentence, describe_damage
-from .run_events import Follower, Progress, find_saved_step, read_count, read_object_or_empty, read_records
+from .run_events import Follower, Progress, find_saved_step, read_count, read_records, read_status
 from .store import BESIDE, Row, parse_command
 
 
@@ -181,7 +181,7 @@ def view_shell_run(folder: Path, follower: Follower) -> JobView:
 def _view_shell_run(folder: Path, follower: Follower) -> JobView:
     run = Run(folder)
     try:
-        status = read_object_or_empty(run.status_file)
+        status = read_status(run.status_file)
     except (FileNotFoundError, NotADirectoryError):
         status = {}
     log = folder / "log.txt"

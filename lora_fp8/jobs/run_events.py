@@ -9,6 +9,7 @@ from typing import Any
 
 from ..common.json_files import parse_json, read_json
 from ..common.messages import restore, without_home
+from ..common.numbers import is_finite_number
 from ..common.reading import MOST_TEXT, open_regular
 from ..run import REFUSED
 
@@ -42,8 +43,7 @@ class Progress:
     def compute_eta_s(self) -> float | None:
         """Return the seconds left of the training or of its stage, at the pace of this process; None if unknown."""
         if self.download:
-            eta = self.download.get("eta")
-            return float(eta) if isinstance(eta, int | float) else None
+            return float(self.download["eta"]) if _are_numbers(self.download, "eta") else None
         if self.stage != "train":
             return self._compute_work_eta_s()
         if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
@@ -104,13 +104,13 @@ class Progress:
             if _are_numbers(event, "step", "steps"):
                 self.step, self.steps = event["step"], event["steps"]
         elif kind == "step" and _are_numbers(event, "step", "t"):  # another program may have written this log
-            self.step, self.loss = event["step"], event.get("loss")
+            self.step, self.loss = event["step"], event["loss"] if _are_numbers(event, "loss") else None
             self.newest = (event["t"], event["step"])
             self.first = self.first or self.newest
 
 
 def _are_numbers(event: dict[str, Any], *names: str) -> bool:
-    return all(isinstance(event.get(name), int | float) for name in names)
+    return all(is_finite_number(event.get(name)) for name in names)
 
 
 def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
@@ -165,6 +165,21 @@ def find_saved_step(folder: Path) -> int | None:
     return max(steps, default=None)
 
 
+def read_status(file: Path) -> dict[str, Any]:
+    """Read what can be used of a run's status.json, which another program may have written. Raises OSError.
+
+    Returns:
+        The state, "" if there is none; and t, step, steps and loss, as far as they are numbers.
+    """
+    content = read_object_or_empty(file)
+    status = {name: content[name] for name in ("t", "step", "steps", "loss") if _are_numbers(content, name)}
+    if not 0 <= status.get("t", 0) < LATEST:
+        del status["t"]
+    return status | {"state": str(content.get("state", ""))}
+
+
+LATEST = 2**32
+"""Later times, in seconds since 1970, are none of a run."""
 COUNT_FILE = "count.json"
 """File in the folder of an attempt: see `common.progress.COUNT`."""
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")

@@ -20,7 +20,8 @@ without loss: the A's are stacked, the B's form a block diagonal, the rank is th
 the rank. Members that were not trained are rows of zeros.
 
 DoRA, LoKr, LoHa and OFT have their own tensors (`kinds`) under the same layer names. Not every layout supports them:
-`uncarried` tells which does not, and why. alpha is written wherever LyCORIS writes it; diffusers accepts none.
+`explain_unsupported` tells which does not, and why. alpha is written wherever LyCORIS writes it; diffusers accepts
+none.
 
 This module has pure functions of tensors and names; `export` handles files. The arguments and results of `to_layout`
 and `from_layout` must not change: other tools build on them. Sources: kohya-ss/sd-scripts' names; ComfyUI's rule for

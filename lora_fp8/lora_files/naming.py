@@ -11,7 +11,7 @@ that matches applies, so specific rows come before general ones:
     ("blocks.#.attn.qkv", "layers.#.attn.to_q layers.#.attn.to_k layers.#.attn.to_v")
     ("blocks.#", "layers.#")
 
-Families write the table as text, which `table` parses.
+Families write the table as text, which `parse_table` parses.
 
 This module has pure functions of names and shapes, without torch.
 """

@@ -74,16 +74,22 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         # kohya's, this is the hash that A1111 computes from the file; a file that ends before the window gets none.
         written["sshs_legacy_hash"] = "0" * 8
         offset, size = LEGACY_WINDOW
-        begin = offset - len(_make_header(entries, written))
+        begin = offset - len(make_header(entries, written))
         if 0 <= begin < len(data):
             written["sshs_legacy_hash"] = hashlib.sha256(data[begin : begin + size]).hexdigest()[:8]
         else:
             del written["sshs_legacy_hash"]
-    atomic_write(path, _make_header(entries, written) + data)
+    atomic_write(path, make_header(entries, written) + data)
     return sha
 
 
-def _make_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+def make_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes in front of the data: the header's length, and the header, padded to eight bytes.
+
+    Args:
+        entries: dtype, shape and data_offsets of each tensor, by name.
+        metadata: texts, written in alphabetical order.
+    """
     content = {"__metadata__": dict(sorted(metadata.items())), **entries} if metadata else dict(entries)
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

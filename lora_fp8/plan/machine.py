@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 
 from .. import __version__, settings
 from ..common import system
+from ..common.gpu import read_driver, read_gpus
 from ..common.numbers import format_bytes
 from ..errors import Joined, Message
 from ..run.disk_space import find_write_obstacle
@@ -50,7 +51,7 @@ class Gpu:
     """A graphics card, as the driver and torch describe it."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     """compute capability, as torch reports it; None if torch cannot use the card"""
@@ -123,7 +124,9 @@ class Machine:
         if not self.gpus:
             yield Message("no GPU: training runs on the CPU, which is enough for the demo only")
         for gpu in self.gpus:
-            about: list[str] = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
+            about: list[str] = [Message("memory of unknown size")]
+            if gpu.memory_bytes is not None:
+                about = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
             if gpu.free_bytes is not None:
                 about.append(Message("{size} free", size=format_bytes(gpu.free_bytes)))
             if gpu.capability:
@@ -153,8 +156,10 @@ def examine(folders: dict[str, Path]) -> Machine:
     """
     machine = Machine(system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     machine.versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}
-    _ask_driver(machine)
-    _ask_torch(machine)
+    machine.driver, machine.driver_cuda = read_driver()
+    cards = read_gpus()  # of the driver, which knows cards that torch cannot use
+    machine.gpus = [Gpu(card.name, card.total, card.free) for card in cards]
+    _ask_torch(machine, {card.uuid: card.free for card in cards})
     if "bitsandbytes" not in machine.broken and machine.versions["bitsandbytes"] and machine.versions["torch"]:
         _try_import(machine, "bitsandbytes")
     machine.compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc") or ""
@@ -235,27 +240,13 @@ def _try_import(machine: Machine, name: str) -> Any:
         return None
 
 
-def _ask_driver(machine: Machine) -> None:
-    """Ask the NVIDIA driver, through nvidia-ml-py; it knows cards that torch cannot use."""
-    try:
-        import pynvml
+def _ask_torch(machine: Machine, free: Mapping[str, int | None]) -> None:
+    """Ask torch which devices it can use, and our own code what each can do.
 
-        pynvml.nvmlInit()
-    except Exception:  # no package or no driver: torch is asked next, and its answer is reported
-        return
-    cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-    machine.driver, machine.driver_cuda = (
-        str(pynvml.nvmlSystemGetDriverVersion()),
-        f"{cuda // 1000}.{cuda % 1000 // 10}",
-    )
-    for number in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        machine.gpus.append(Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.free)))
-
-
-def _ask_torch(machine: Machine) -> None:
-    """Ask torch which devices it can use, and our own code what each can do."""
+    Args:
+        machine: gets the answers.
+        free: UUID of a card -> its free bytes.
+    """
     if not machine.versions["torch"]:
         return
     torch = _try_import(machine, "torch")
@@ -267,16 +258,19 @@ def _ask_torch(machine: Machine) -> None:
         machine.is_usable = bool(torch.cuda.is_available())
         machine.torch_archs = tuple(torch.cuda.get_arch_list()) if machine.is_usable else ()
         seen = [
-            Gpu(str(about.name), int(about.total_memory), None, (int(about.major), int(about.minor)))
+            Gpu(
+                str(about.name),
+                int(about.total_memory),
+                free.get(f"GPU-{about.uuid}"),
+                (int(about.major), int(about.minor)),
+            )
             for number in range(torch.cuda.device_count() if machine.is_usable else 0)
             for about in (torch.cuda.get_device_properties(number),)
         ]
     except Exception as error:  # a driver that does not fit raises many types
         machine.broken["torch.cuda"] = f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])}"
         machine.is_usable, seen = False, []
-    free = {gpu.name: gpu.free_bytes for gpu in machine.gpus}
-    if seen:
-        machine.gpus = [Gpu(gpu.name, gpu.memory_bytes, free.get(gpu.name), gpu.capability) for gpu in seen]
+    machine.gpus = seen or machine.gpus
     devices = {f"GPU {number}": torch.device("cuda", number) for number in range(len(seen))} or {
         "CPU": torch.device("cpu")
     }

@@ -15,9 +15,9 @@ from .backends import make_amax_history
 from .blocks import BlockStream, find_blocks
 from .choose import OUT_OF_MEMORY, find_compiler_problem, find_problem, list_candidates, split_mode, time_modes
 from .conv import FrozenConv2d
-from .convert import as_held, dequantize_state_dict, dequantize_tensors, fill_, quantize_, set_compute_
+from .convert import as_held, dequantize_tensors, fill_, quantize_, set_compute_
 from .formats import FP8_ROW, Format, decode, encode, round_trip
-from .frozen import FrozenLayer, decoded_compute, find_frozen_layers, gather_whole, offload_
+from .frozen import FrozenLayer, decoded_compute, find_frozen_layers, gather_whole, offload_, strip_base_layer
 from .linear import AmaxHistory, FrozenLinear
 from .names import name_matches
 from .plan import LayerPlan, Plan, decide
@@ -40,10 +40,10 @@ __all__ = [
     "OUT_OF_MEMORY",
     "list_candidates",
     "split_mode",
+    "strip_base_layer",
     "decide",
     "decode",
     "decoded_compute",
-    "dequantize_state_dict",
     "dequantize_tensors",
     "encode",
     "time_modes",

@@ -117,7 +117,7 @@ def list_candidates(section: settings.Quantize, device: torch.device) -> tuple[s
 
 
 def split_mode(mode: str, section: settings.Quantize) -> tuple[str, settings.Quantize]:
-    """Split one of `candidates` into a `compute` and the section with its kernels."""
+    """Split one of `list_candidates` into a `compute` and the section with its kernels."""
     compute, _, kernels = mode.partition(" with ")
     # A resumed run may have chosen kernels that the job no longer asks for.
     kernels = kernels if section.kernels == "triton" and kernels else "torch"

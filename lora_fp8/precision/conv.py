@@ -101,20 +101,19 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]  # `weight
         self.train(like.training)
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv2d, dtype: torch.dtype, name: str = "weight", form: Format = FP8_ROW) -> Self:
+    def from_conv(cls, conv: nn.Conv2d, dtype: torch.dtype, form: Format = FP8_ROW) -> Self:
         """Return a quantized copy of `conv`, on its device.
 
         Args:
             conv: the layer to copy.
             dtype: compute dtype.
-            name: name of the layer for error messages.
             form: storage format.
 
         Raises:
-            ValueError: the weight is not finite; names `name`.
+            ValueError: the weight is not finite.
         """
         layer = cls(conv, dtype, form)
-        layer.set_weight_(conv.weight.detach(), name)
+        layer.set_weight_(conv.weight.detach(), "weight")
         if conv.bias is not None:
             layer.bias = nn.Parameter(conv.bias.detach().to(dtype, copy=True), False)
         return layer

@@ -178,11 +178,6 @@ def as_held(weight: Weight, layer: LayerPlan, section: settings.Quantize, dtype:
     return held.weight.detach().view(weight.shape)
 
 
-def dequantize_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return `dequantize_tensors` as a dict, to load into a plain diffusers model: all weights in the compute dtype."""
-    return dict(dequantize_tensors(denoiser))
-
-
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 

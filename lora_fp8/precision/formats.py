@@ -193,9 +193,9 @@ def make_constant(value: float, like: Tensor) -> Tensor:
 _constants: dict[tuple[float, torch.device], Tensor] = {}
 
 
-def round_trip(weight_NK: Tensor, form: Format, dtype: torch.dtype, name: str = "weight") -> Tensor:
+def round_trip(weight_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """Quantize and dequantize a weight: what a layer with this format computes with."""
-    return decode(encode(weight_NK, form, name), form.storage, dtype)
+    return decode(encode(weight_NK, form), form.storage, dtype)
 
 
 def apply_scale_(values_NK: Tensor, scale: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class FrozenLayer(nn.Module):
     """A layer with a frozen weight stored as `form`.
 
     `weight` is a property that dequantizes at every access, so writing into it changes nothing (to `merge` a LoRA,
-    write into `dequantize_state_dict`).
+    write into `dequantize_tensors`).
 
     Attributes:
         form: storage format of the weight.

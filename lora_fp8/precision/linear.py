@@ -45,22 +45,21 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]  # `weight
         self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, name: str = "weight", form: Format = FP8_ROW) -> Self:
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, form: Format = FP8_ROW) -> Self:
         """Return a quantized copy of `linear`, on its device (meta included).
 
         Args:
             linear: the layer to copy.
             dtype: compute dtype.
-            name: name of the layer for error messages.
             form: storage format.
 
         Raises:
-            ValueError: the weight is not finite; names `name`.
+            ValueError: the weight is not finite.
         """
         device = linear.weight.device
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", dtype, form)
         layer.train(linear.training)
-        layer.set_weight_(linear.weight.detach(), name)
+        layer.set_weight_(linear.weight.detach(), "weight")
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().to(device=device, dtype=dtype, copy=True), False)
         return layer

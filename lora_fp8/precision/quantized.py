@@ -64,9 +64,9 @@ Weight = Tensor | Quantized
 """A parameter as a file stores it."""
 
 
-def to_plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a file's weight as a plain tensor; quantized ones are dequantized to `dtype` (default: float32)."""
-    return weight.dequantize(dtype or torch.float32) if isinstance(weight, Quantized) else weight
+def to_plain(weight: Weight) -> Tensor:
+    """Return a file's weight as a plain tensor; quantized ones are dequantized to float32."""
+    return weight.dequantize(torch.float32) if isinstance(weight, Quantized) else weight
 
 
 def make_parts(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ Two kinds of figures answer two questions:
   compared one layer at a time, so that two models are never in memory together. The inputs are rows that the layer gets
   inside the quantized denoiser, as in training. They carry the errors of earlier layers, but both sides of the
   comparison share them, so that only this layer's own error is measured.
-* For the whole denoiser: `relative` compares two predictions, in which the layers' errors add up.
+* For the whole denoiser: `compute_relative_error` compares two predictions, in which the layers' errors add up.
 
 Everything is summed in float64, so that rows of 1e30 or of 1e-30 give valid figures, and the same measurement gives the
 same numbers. The bias is not quantized and is left out: it would only make the errors look smaller.

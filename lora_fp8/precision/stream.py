@@ -2,8 +2,8 @@
 
 Copies go one way only: the base never changes, so nothing is copied back. The `qweight` of some layers is offloaded,
 spread evenly over the model, so that one is copied while its neighbours compute; scales, biases and adapters stay on
-the GPU. A layer passes the offloaded bytes to `matmul`, which calls `here` where it needs them: in the forward, in the
-recomputation and in the backward. So autograd keeps no copy of them.
+the GPU. A layer passes the offloaded bytes to `matmul`, which calls `fetch_parts` where it needs them: in the forward,
+in the recomputation and in the backward. So autograd keeps no copy of them.
 
 The order of use is learned in the first two steps; later steps repeat it. So the next weights are copied before they
 are needed, on a stream of their own, from page-locked memory, into a few buffers that are used in turn. A copy waits

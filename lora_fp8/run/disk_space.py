@@ -99,7 +99,7 @@ def find_shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
 
 
 def require_space(needs: Iterable[Need]) -> list[str]:
-    """Return the warnings of `shortages`.
+    """Return the warnings of `find_shortages`.
 
     Raises:
         UserError: a disk has no room for what is sure to be written.

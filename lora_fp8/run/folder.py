@@ -291,7 +291,7 @@ class Run:
         for attempt in range(10):
             if try_lock(self._lock):
                 break
-            # Try for a moment: a call to `alive` holds a shared lock for an instant without training.
+            # Try for a moment: a call to `is_locked` holds a shared lock for an instant without training.
             if attempt < 9:
                 time.sleep(0.02)
         else:

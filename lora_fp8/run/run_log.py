@@ -24,6 +24,8 @@ SCORES = ("likeness", "prompt_fit")
 """What `preview.score_model` measures of the previews."""
 KEPT = 300
 """Newest warnings that are kept, since a run that warns at every step must not fill the memory."""
+KEPT_LOGS = 48
+"""Logs of runs that are kept in memory."""
 CHUNK = 1 << 20
 
 
@@ -232,8 +234,7 @@ def read_verdict(folder: Path) -> str:
 class RunLogs:
     """Logs by run folder. The least recently used are dropped."""
 
-    def __init__(self, limit: int = 48):
-        self._limit = limit
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logs: OrderedDict[Path, RunLog] = OrderedDict()
 
@@ -242,7 +243,7 @@ class RunLogs:
         with self._lock:
             log = self._logs.setdefault(folder, RunLog(folder / "events.jsonl"))
             self._logs.move_to_end(folder)
-            while len(self._logs) > self._limit:
+            while len(self._logs) > KEPT_LOGS:
                 self._logs.popitem(last=False)
         return log.read()
 
@@ -265,9 +266,9 @@ def smooth(points: Sequence[Point], amount: float) -> list[Point]:
     return smoothed
 
 
-def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """Return at most `limit` points: means of neighbours, each at the last of their steps."""
-    size = math.ceil(len(points) / limit)
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Return at most POINTS points: means of neighbours, each at the last of their steps."""
+    size = math.ceil(len(points) / POINTS)
     if size <= 1:
         return list(points)
     groups = [points[start : start + size] for start in range(0, len(points), size)]

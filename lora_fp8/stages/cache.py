@@ -250,17 +250,27 @@ def _make_fingerprint(placed: bucketing.Placed, weight: float) -> list[Any]:
     facts += [controls] if controls else []
     facts += [example.frames] if example.frames else []
     facts += [f"mask {example.mask.sha256} {example.mask.alpha}"] if example.mask else []
+    place = placed.placement
+    if place.crop_xy != bucketing.compute_crop(place.original_wh, place.bucket_wh)[1]:  # it follows the mask
+        facts += [f"crop {place.crop_xy}"]
     return [*facts, f"weight {weight:g}"] if weight != 1 else facts
 
 
 def _hash_held_out(plan: Plan) -> str:
     """Hash the held-out images in their buckets and the settings of the loss; two losses of one hash are comparable."""
     images = [_make_fingerprint(image, 1) for members in plan.images.held_out_buckets.values() for image in members]
-    facts = [images, plan.job.seed, plan.job.objective.model_dump(mode="json")]
-    model = settings.Model.model_fields
-    how = {name: getattr(plan.job.model, name) for name in ("caption_tokens", "prompt_weights", "clip_skip")}
+    job = plan.job
+    facts = [images, job.seed, job.objective.model_dump(mode="json")]
+    encoding: list[tuple[settings.Section, str]] = [
+        *((job.model, name) for name in ("caption_tokens", "prompt_weights", "clip_skip")),
+        *((job.dataset, name) for name in ("background", "control_resolution")),
+    ]
     # Values at their defaults are left out, which keeps the hashes of earlier runs.
-    unusual = {name: value for name, value in how.items() if value != model[name].default}
+    unusual = {
+        name: value
+        for section, name in encoding
+        if (value := getattr(section, name)) != type(section).model_fields[name].default
+    }
     text = json.dumps([*facts, unusual] if unusual else facts)
     return hashlib.sha256(text.encode()).hexdigest()
 

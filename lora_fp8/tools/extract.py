@@ -222,7 +222,7 @@ def _compute_differences(models: Sequence[ModelFamily], base: str, tuned: str) -
     The energy is 0 if the difference is no more than rounding.
 
     Raises:
-        UserError: a tensor holds NaN or infinity, or as for `both`.
+        UserError: a tensor holds NaN or infinity, or as for `read_both`.
     """
     for name, before, after in chain(
         read_both(models[0].read_denoiser_tensors(), models[1].read_denoiser_tensors()),

@@ -328,11 +328,9 @@ def _copy(source: Path, target: Path, *, whole: bool) -> None:
     kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
     if adapter_config := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
         kept[adapter_header.KEY] = adapter_config if whole else adapter_header.remove_private_values(adapter_config)
-    head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
-    head += b" " * (-len(head) % 8)
     with open(source, "rb") as read, write_synced(target) as write:
         read.seek(header.data_begin)
-        write.write(len(head).to_bytes(8, "little") + head)
+        write.write(safetensors_file.make_header(header.entries, kept))
         shutil.copyfileobj(read, write)
     sync_folder(target.parent)
 
@@ -378,7 +376,7 @@ def _make_sidecar(facts: Facts) -> dict[str, Any]:
 def render_card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: str = "OWNER/NAME") -> str:
     """Return the model card: YAML for the Hub, and a page. Texts are quoted as JSON, which is valid YAML."""
     family = families.get(facts.family)
-    task = "image-to-image" if family.controls[1] else "text-to-image"
+    task = "image-to-image" if family.controls[1] else "text-to-video" if family.clips[1] else "text-to-image"
     tags = [task, "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
     head: dict[str, Any] = {}
     if facts.base_model:

@@ -9,7 +9,6 @@ copied, or gets its delta in float32 and is rounded once. No more than one tenso
 """
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -369,7 +368,7 @@ OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.
 
 
 def _find_text_places(family: Any) -> dict[str, _Place]:
-    """Return the places, as `_places` does, of the weights that LoRAs of text encoders change.
+    """Return the places, as `_find_places` does, of the weights that LoRAs of text encoders change.
 
     Raises:
         UserError: a single file does not contain its text encoders.
@@ -464,12 +463,10 @@ def _rewrite(
     """Copy a safetensors file tensor by tensor and add the deltas, atomically."""
     header = safetensors_file.read_header(source)
     metadata = {key: value for key, value in header.metadata.items() if key not in STALE} | dict(about)
-    head = json.dumps({"__metadata__": metadata, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
-    head += b" " * (-len(head) % 8)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(source, "rb") as read, write_synced(temporary) as write:
-            write.write(len(head).to_bytes(8, "little") + head)
+            write.write(safetensors_file.make_header(header.entries, metadata))
             for name, entry in sorted(header.entries.items(), key=lambda item: item[1]["data_offsets"]):
                 begin, end = entry["data_offsets"]
                 read.seek(header.data_begin + begin)

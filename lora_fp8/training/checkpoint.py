@@ -6,7 +6,7 @@
 
 A bundle is written to a hidden folder beside its final place. Every file is written through our own descriptor and
 fsynced, the folder is fsynced and renamed, and the parent is fsynced: only then does the save count. If the process is
-killed or the power fails at any moment, the previous bundle stays valid. `latest` trusts nothing that it has not
+killed or the power fails at any moment, the previous bundle stays valid. `read_latest` trusts nothing that it has not
 hashed: it goes from the newest bundle to the oldest and takes the first that matches its manifest. If there are bundles
 but none is complete, that is an error and never a fresh start.
 
@@ -371,7 +371,7 @@ def describe_job(job: Job, base: str, data: str, files: dict[str, str] | None = 
 
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Compare two results of `remember`: returns lines that forbid to resume, and lines to warn with."""
+    """Compare two results of `describe_job`: returns lines that forbid to resume, and lines to warn with."""
     was = {
         key: before[group].get(key, _find_former_default(key)) for group in ("pinned", "settings") for key in now[group]
     }
@@ -406,7 +406,7 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """List the files of a dataset that were removed, added or edited: a line per kind, with the first five names.
 
     Args:
-        before, now: as `files` of `remember`; {} from an older version, about which nothing is said.
+        before, now: as `files` of `describe_job`; {} from an older version, about which nothing is said.
     """
     if not before or not now:
         return []
@@ -555,7 +555,7 @@ def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
         with write_synced(staged / name) as file:
             file.write(data)
     sync_folder(staged)
-    # The same step is saved again: `latest` would have resumed from this bundle if it were complete.
+    # The same step is saved again: `read_latest` would have resumed from this bundle if it were complete.
     if ownership.remove_bundle(final):
         # Others put files there, so ours are moved in one by one; the manifest comes last and completes the bundle.
         for name in files:

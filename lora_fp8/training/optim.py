@@ -207,7 +207,7 @@ class AdapterOptimizer:
 
     Attributes:
         base_lr: `optimizer.lr * lr_factor`, which the schedule varies; with Prodigy a factor on its estimate.
-        lr_factor: see the function `lr_factor`.
+        lr_factor: see `resolve_lr_factor`.
         text_ratio: learning rate of text encoders as a multiple of `base_lr`; 0 if none is trained.
     """
 
@@ -536,7 +536,7 @@ class AdapterOptimizer:
         return meta
 
     def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Restore what `state` returned; the parameters themselves are restored by `adapters.load_state_`.
+        """Restore what `copy_state` returned; the parameters themselves are restored by `adapters.load_state_`.
 
         Raises:
             UserError: the state belongs to another optimizer, rounding, seed or set of parameters. Then nothing is

@@ -113,7 +113,7 @@ def _list_entries(file: Path) -> list[tuple[zipfile.ZipInfo, str]]:
             entries = [(entry, _read_name(entry)) for entry in archive.infolist() if not entry.is_dir()]
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise UserError(Message("{name}: this is not a readable zip archive ({why})", name=name, why=error)) from None
-    entries = [(entry, path) for entry, path in entries if not is_ignored(path)]
+    entries = [(entry, path) for entry, path in entries if not is_ignored(path) and not path.endswith("/")]
     if len(entries) > image_folders.MOST_UPLOADED:
         raise UserError(
             Message(
@@ -131,15 +131,18 @@ def _list_entries(file: Path) -> list[tuple[zipfile.ZipInfo, str]]:
 
 
 def _read_name(entry: zipfile.ZipInfo) -> str:
-    """Return the name of an entry. Archives made on Chinese Windows have names in GB 18030 that claim to be CP437."""
-    if entry.flag_bits & UTF8:
-        return entry.filename
+    """Return the name of an entry, with / between folders, for which PowerShell writes a backslash."""
+    return (entry.filename if entry.flag_bits & UTF8 else _decode_name(entry.filename)).replace("\\", "/")
+
+
+def _decode_name(name: str) -> str:
+    """Return a name that claims to be in CP437, in which archives made on Chinese Windows have names in GB 18030."""
     with contextlib.suppress(UnicodeEncodeError):
-        raw = entry.filename.encode("cp437")
+        raw = name.encode("cp437")
         for encoding in ("utf-8", "gb18030"):
             with contextlib.suppress(UnicodeDecodeError):
                 return raw.decode(encoding)
-    return entry.filename
+    return name
 
 
 def is_ignored(path: str) -> bool:

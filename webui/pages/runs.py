@@ -327,11 +327,14 @@ def render_machine(ui: Ui) -> str:
     now = run_monitor.get_monitor(ui.place).machine()
     figures = []
     for number, gpu in enumerate(now["gpus"]):
-        figures.append(
-            f'<span title="{escape(gpu["name"])}">GPU {number} <meter max="100" value="{gpu["busy"]}"></meter>'
-            f"{gpu['busy']} % · {format_bytes(gpu['used'])} / {format_bytes(gpu['total'])} · "
-            f"{gpu['degrees']} °C</span>"
-        )
+        parts = []
+        if gpu.busy is not None:
+            parts.append(f'<meter max="100" value="{gpu.busy}"></meter>{gpu.busy} %')
+        if gpu.total is not None and gpu.free is not None:
+            parts.append(f"{format_bytes(gpu.total - gpu.free)} / {format_bytes(gpu.total)}")
+        if gpu.degrees is not None:
+            parts.append(f"{gpu.degrees} °C")
+        figures.append(f'<span title="{escape(gpu.name)}">GPU {number} {" · ".join(parts)}</span>')
     figures.append(f'<span>CPU <meter max="100" value="{now["cpu"]:.0f}"></meter>{now["cpu"]:.0f} %</span>')
     used, total = now["ram"]
     figures.append(f"<span>{ui.say('runs.memory')} {format_bytes(used)} / {format_bytes(total)}</span>")

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import gradio as gr
 import psutil
 
+from lora_fp8.common.gpu import read_gpus
 from lora_fp8.errors import UserError
 
-from .. import base_models, live_panel, notifications, run_monitor, sanitize, tour
+from .. import base_models, live_panel, notifications, sanitize, tour
 from ..context import Ui
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
@@ -107,7 +108,7 @@ class _Folders:
         self.remove.click(partial(change_list, "remove"), self.removing, outputs, **QUIET)
 
     def render(self, error: str = "", done: bool = False) -> list[Any]:
-        """Return values for the elements of `shown`. What was typed stays, unless adding it was `done`."""
+        """Return values for `components`. What was typed stays, unless adding it was `done`."""
         added = [str(path) for path in self.added()]
         message = f'<p class="wrong" role="alert">{sanitize.escape(self.ui.translate(error))}</p>' if error else ""
         offered = gr.update(choices=added, value=added[0] if added else None)
@@ -185,7 +186,7 @@ def _render_about(ui: Ui) -> str:
     libraries = [_format_version(name) for name in LIBRARIES]
     memory, disk = psutil.virtual_memory().total / GIB, psutil.disk_usage(str(home))
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    cards = [f"{card['name']} ({card['total'] / GIB:.1f} GiB)" for card in run_monitor.list_gpus()]
+    cards = [f"{gpu.name} ({gpu.total / GIB:.1f} GiB)" if gpu.total else gpu.name for gpu in read_gpus()]
     return _render_table(
         [
             (say("place.version"), _format_version("lora-fp8")),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ...common.system import find_cache_folder
@@ -23,6 +23,7 @@ from ...common.writing import atomic_write
 from ...errors import Message, UserError, reason
 from . import headers, known_bases, remembered
 from .headers import Header
+from .places import has_size
 from .reference import WEIGHT_ENDINGS, Reference, suggest
 from .remembered import Answer, RemoteFile
 
@@ -101,7 +102,7 @@ class Host:
     def find(self, commit: str, file: RemoteFile) -> Path | None:
         """Return where a file is on this machine, complete; None if it is not."""
         path = self.get_folder(commit) / file.path
-        return path if _has_size(path, file.size) else None
+        return path if has_size(path, file.size) else None
 
     def fetch_small(self, commit: str, files: Sequence[RemoteFile]) -> None:
         """Fetch configs and tokenizers into `folder`; those that are there stay.
@@ -356,7 +357,7 @@ class HuggingFace(Host):
         if path := super().find(commit, file):
             return path
         blob = self.get_folder(commit).parent.parent / "blobs" / (file.sha256 or "-")
-        return blob if _has_size(blob, file.size) else None
+        return blob if has_size(blob, file.size) else None
 
     def link(self, commit: str, files: Sequence[RemoteFile]) -> None:
         """Link files into this snapshot whose content is here from another one; nothing is transferred."""
@@ -415,8 +416,29 @@ class HuggingFaceDataset(HuggingFace):
         return Host.find(self, commit, file)
 
 
-class ModelScope(Host):
+class _WithVariable(Host):
+    """A host whose token is in an environment variable."""
+
+    variable: ClassVar[str]
+
+    @property
+    def how_to_log_in(self) -> str:
+        """Return the variable."""
+        return self.variable
+
+    def has_token(self) -> bool:
+        """Return True if the variable is set."""
+        return bool(os.environ.get(self.variable))
+
+    def _make_fields(self) -> dict[str, str]:
+        token = os.environ.get(self.variable)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class ModelScope(_WithVariable):
     """A repository on ModelScope."""
+
+    variable = "MODELSCOPE_API_TOKEN"
 
     @property
     def endpoint(self) -> str:
@@ -428,15 +450,6 @@ class ModelScope(Host):
     def page(self) -> str:
         """Return the model's page."""
         return f"https://www.modelscope.cn/models/{self.reference.repo}"
-
-    @property
-    def how_to_log_in(self) -> str:
-        """Return the variable for a token."""
-        return "MODELSCOPE_API_TOKEN"
-
-    def has_token(self) -> bool:
-        """Return True if MODELSCOPE_API_TOKEN is set."""
-        return bool(os.environ.get("MODELSCOPE_API_TOKEN"))
 
     def ask(self) -> Answer:
         """Ask for the files of the repository, and for its licence; two requests."""
@@ -467,13 +480,16 @@ class ModelScope(Host):
         repo, revision = self.reference.repo, self.revision or "master"
         return f"{self.endpoint}/models/{repo}/resolve/{quote(revision)}/{quote(path)}", self._make_fields()
 
-    def _make_fields(self) -> dict[str, str]:
-        token = os.environ.get("MODELSCOPE_API_TOKEN")
-        return {"Authorization": f"Bearer {token}"} if token else {}
 
-
-class Civitai(Host):
+class Civitai(_WithVariable):
     """A version of a model on Civitai: one file."""
+
+    variable = "CIVITAI_TOKEN"
+
+    @property
+    def how_to_log_in(self) -> str:
+        """Return the variable for an API key."""
+        return f"{self.variable} (an API key from https://civitai.com/user/account)"
 
     @property
     def endpoint(self) -> str:
@@ -485,15 +501,6 @@ class Civitai(Host):
         """Return the model's page; that of the version where the model's number is not known."""
         model, version = self.reference.model, self.reference.version
         return f"https://civitai.com/models/{model}" if model else f"https://civitai.com/model-versions/{version}"
-
-    @property
-    def how_to_log_in(self) -> str:
-        """Return the variable for an API key."""
-        return "CIVITAI_TOKEN (an API key from https://civitai.com/user/account)"
-
-    def has_token(self) -> bool:
-        """Return True if CIVITAI_TOKEN is set."""
-        return bool(os.environ.get("CIVITAI_TOKEN"))
 
     def ask(self) -> Answer:
         """Ask for the file of the version, or of the model's newest version; one request."""
@@ -540,22 +547,11 @@ class Civitai(Host):
         """Return the address of the version's file."""
         return f"{self.endpoint}/api/download/models/{commit}", self._make_fields()
 
-    def _make_fields(self) -> dict[str, str]:
-        token = os.environ.get("CIVITAI_TOKEN")
-        return {"Authorization": f"Bearer {token}"} if token else {}
-
 
 def make_host(reference: Reference, revision: str = "") -> Host:
     """Return the host of a remote reference; `revision` is `model.revision`, which an address may state too."""
     kinds = {"hub": HuggingFace, "modelscope": ModelScope, "civitai": Civitai, "dataset": HuggingFaceDataset}
     return kinds[reference.kind](reference, reference.revision or revision)
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.is_file() and path.stat().st_size == size
-    except OSError:
-        return False
 
 
 def is_offline() -> bool:

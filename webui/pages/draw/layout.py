@@ -4,7 +4,9 @@ from pathlib import Path
 
 import gradio as gr
 
-from ... import live_panel, run_monitor
+from lora_fp8.common.gpu import read_gpus
+
+from ... import live_panel
 from ...context import Ui
 from ...drawings import STRENGTHS, WHERE
 
@@ -77,7 +79,7 @@ class Layout:
                 self.width = gr.Textbox(label=say("draw.width"), max_lines=1, min_width=110)
                 self.height = gr.Textbox(label=say("draw.height"), max_lines=1, min_width=110)
             gr.Markdown(say("draw.more.info"), elem_classes="note")
-        turn = "turn" if run_monitor.list_gpus() else "machine"
+        turn = "turn" if read_gpus() else "machine"
         titles = {"turn": say(f"draw.where.{turn}"), "beside": say("draw.where.beside")}
         self.where = gr.Radio(
             [(titles[name], name) for name in WHERE],

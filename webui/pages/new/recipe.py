@@ -117,7 +117,7 @@ class Recipe:
 
     def choose_card(self) -> str:
         """Return the preset of this computer's GPU; "" if it has none that is known."""
-        largest = max((size for _, size in self.gpus), default=0)
+        largest = max((gpu.total or 0 for gpu in self.gpus), default=0)
         return recipes.format_card_name(recipes.choose_card(largest)) if largest else ""
 
     def render(self) -> str:
@@ -174,10 +174,8 @@ class Recipe:
         return f"<tr><th>{name}</th><td><strong>{number}</strong><br>{why}</td></tr>"
 
     def _describe_gpus(self) -> list[str]:
-        if not self.gpus:
-            return []
-        names = ", ".join(f"{name}, {round(size / 2**30)} GB" for name, size in self.gpus)
-        return [self.ui.say("new.card.found", names=names)]
+        names = [f"{gpu.name}, {round(gpu.total / 2**30)} GB" for gpu in self.gpus if gpu.total]
+        return [self.ui.say("new.card.found", names=", ".join(names))] if names else []
 
     def _find_goal(self, values: dict[str, Any]) -> str:
         """Return the goal of the draft; "" without one, or if the family cannot be trained for it."""
@@ -189,14 +187,15 @@ class Recipe:
     def _count_images(self, values: dict[str, Any]) -> dataset_recipe.Pictures:
         """Count the images of the draft's folders. Captions are read again only after files have come or gone."""
         counts = self.reader.count_folders(values)
-        key = tuple((folder, repeats, contents) for folder, contents, repeats, _ in counts)
+        key = tuple(counts)
         with self._lock:
             if key not in self._looked:
                 if len(self._looked) >= MOST_KEPT:
                     self._looked.clear()
                 folders: list[tuple[Path, float]] = [(folder, repeats) for folder, _, repeats, _ in counts]
+                masks = {folder: mask for folder, _, _, mask in counts}
                 try:
-                    self._looked[key] = dataset_recipe.scan_folders(folders)
+                    self._looked[key] = dataset_recipe.scan_folders(folders, masks)
                 except UserError:
                     return dataset_recipe.Pictures()  # the check of the draft says why
             return self._looked[key]
