@@ -180,6 +180,8 @@ def test_the_other_settings_of_the_worker_stay(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o077 == 0, "the address is a secret"
     webhook.write_address(tmp_path, "")
     assert file.read_text(encoding="utf-8") == "# mine\npatience_s = 7  # long\n"
+    file.write_text('webhook = "  "\n', encoding="utf-8")
+    assert worker.read_settings(tmp_path).webhook == ""
 
 
 def test_the_page_sets_tries_and_removes_the_webhook_and_shows_only_its_host(server: Server, tmp_path: Path) -> None:

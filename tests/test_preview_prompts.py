@@ -204,4 +204,5 @@ def test_captions_that_look_like_options_are_not_proposed(tmp_path: Path) -> Non
         (tmp_path / f"{name}.txt").write_text(caption, encoding="utf-8")
     pictures = dataset_recipe.scan_folders([(tmp_path, 1)])
     assert dataset_recipe.propose_prompts("style", "flux", pictures, "") == ["a dog"]
+    assert dataset_recipe.propose_prompts("style", "flux", pictures, "a --w") == []
     assert dataset_recipe.find_pairs(tmp_path, tmp_path) == [("a dog", tmp_path / "b.png")]

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import typer
 
-from ..errors import Message, Plural
+from ..errors import Message, Plural, UserError
 from .events import print_event, print_json_line
 from .options import FOLDER, JSON, print_json, print_lines
 from .streams import works
@@ -63,7 +63,8 @@ def cache(
         )
     if entries:
         most, least = (f"{(time.time() - entry.used) / 86400:.0f}" for entry in (entries[0], entries[-1]))
-        print_lines(Message("last used between {most} and {least} days ago", most=most, least=least))
+        used = Message("last used between {most} and {least} days ago", most=most, least=least)
+        print_lines(used if most != least else Message("last used {most} days ago", most=most))
 
 
 @works
@@ -96,8 +97,6 @@ def caption(
     as_json: bool = JSON,
 ) -> None:
     """Caption images with a model. A second call continues a stopped one; `dataset undo` restores the old captions."""
-    from ..errors import UserError
-
     if kind not in ("", "text", "tags"):
         raise UserError(Message("--kind {kind}: accepted are text, tags", kind=repr(kind)))
     from ..tools import captioner

@@ -260,12 +260,16 @@ PROMPTS = {
 
 
 def propose_prompts(goal: str, family: str, pictures: Pictures, trigger: str) -> list[str]:
-    """Return prompts for the previews: scenes with the trigger word; without one, or for edits, the first captions."""
+    """Return prompts for the previews: scenes with the trigger word; without one, or for edits, the first captions.
+
+    What reads as an option of a preview, such as Midjourney's "--ar 16:9", is in none of them.
+    """
     if trigger and goal != "edit":
         kind = pictures.style or families.get(family).captions
-        return [text.format(word=trigger) for text in PROMPTS["tags" if kind == "tags" else "sentences"][goal]]
+        prompts = [text.format(word=trigger) for text in PROMPTS["tags" if kind == "tags" else "sentences"][goal]]
+        return [prompt for prompt in prompts if not has_options(prompt)]
     captions = dict.fromkeys(pictures.captions)
-    return [caption for caption in captions if not has_options(caption)][:2]  # such as Midjourney's "--ar 16:9"
+    return [caption for caption in captions if not has_options(caption)][:2]
 
 
 def find_pairs(folder: Path, controls: Path) -> list[tuple[str, Path]]:

@@ -100,8 +100,7 @@ def read_settings(home: Path) -> Settings:
     except ValueError as error:
         raise UserError(Message("{where}: not valid TOML: {why}", where=path, why=error)) from None
     parse_groups(settings.gpus)
-    webhook.check_address(settings.webhook)
-    return settings
+    return settings.model_copy(update={"webhook": webhook.check_address(settings.webhook)})
 
 
 def parse_groups(texts: Sequence[str]) -> tuple[str, ...]:
