@@ -358,6 +358,52 @@ def test_previews_are_shared_out_and_are_those_of_one_process(make_job, tmp_path
         assert (folder_of(alone) / name).read_bytes() == (folder_of(job) / name).read_bytes()
 
 
+STOPPED_WHILE_DRAWING = """
+import signal
+from lora_fp8.run import Run
+real_draw, drawn = previews.draw_clips, []
+@functools.wraps(real_draw)
+def draw_clips(family, pipeline, prompts, side, numbers=None):
+    drawn.append(numbers)
+    if len(drawn) == FIRST[int(os.environ["RANK"])]:  # the first preview of step 4
+        if HOW == "signal" and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+        if HOW == "request" and os.environ["RANK"] == "0":
+            Run(FOLDER).request("stop")
+        if HOW == "request" and os.environ["RANK"] == "1":
+            raise RuntimeError("it still has to take part in the decision")
+    return real_draw(family, pipeline, prompts, side, numbers)
+previews.draw_clips = draw_clips
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [("signal", ()), ("request", ()), ("signal", ("memory.shard_base=true",))],
+    ids=["signal", "request", "shared base"],
+)
+def test_two_processes_stop_between_two_previews_and_draw_them_when_resumed(
+    make_job, tmp_path, defaults, tree_hash, how, more
+):
+    """Whichever was told to, and though the second has nothing to draw where they decide."""
+    job = make_job(tmp_path, *SHARED, *SHOWN, *more)
+    first = [3, 3] if more else [3, 2]  # with a shared base, a preview of step 0 stands in on the second process
+    known = f"HOW, FOLDER, FIRST = {how!r}, Path({str(folder_of(job))!r}), {first}"
+    planted = f"from pathlib import Path\n{known}\n{STOPPED_WHILE_DRAWING}"
+    done = run_forked(job, tmp_path, 2, planted=planted)
+    assert done.returncode and done.returncode[0] == 75 and "saved at step 4" in done.stderr, done.stderr[-3000:]
+    run = Run.open(folder_of(job))
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-000004"]
+    assert not list(run.samples.glob("step-000004-*")) and run.read_events()[-1]["event"] == "stopped"
+    assert len(noted(tmp_path, 0, "previews")) == 3
+    if how == "request" or more:
+        return
+    done = run_forked(job, tmp_path, 2, "--resume")
+    assert not done.returncode, done.stderr[-3000:]
+    assert tree_hash(run.samples) == tree_hash(folder_of(defaults[0]) / "samples")
+    assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
+
+
 QUICK = (*SMALL, "train.steps=30", "train.batch_size=2", "checkpoint.every=20")
 
 
