@@ -358,6 +358,62 @@ def test_previews_are_shared_out_and_are_those_of_one_process(make_job, tmp_path
         assert (folder_of(alone) / name).read_bytes() == (folder_of(job) / name).read_bytes()
 
 
+QUICK = (*SMALL, "train.steps=30", "train.batch_size=2", "checkpoint.every=20")
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        (
+            "change(job.dataset.folders[0], 'repeats', 2)",
+            "dataset.folders.0.repeats: process 1 has 2, and process 0 has 1.",
+        ),
+        (
+            "plan.images.buckets.popitem()",
+            "process 1 has other images or captions than process 0 (5 and 5 images). Put them on a disk that all",
+        ),
+        (
+            "change(plan, 'base_identity', '0')",
+            "process 1 has another base model than process 0. Put it on a disk that all",
+        ),
+        ("change(job.dataset.folders[0], 'path', '/elsewhere'); change(job.train, 'threads', 7)", "no difference"),
+    ],
+    ids=["settings", "images", "base", "its own"],
+)
+def test_processes_that_would_train_something_else_are_refused(make_job, tmp_path, planted, said):
+    """A machine with another config or other files: each process would follow its own plan, and nobody would notice."""
+    job = make_job(tmp_path, *QUICK)
+    other = f"""
+from lora_fp8 import train
+real, change = train.require_same_job, object.__setattr__  # settings are frozen
+def require_same_job(plan, processes):
+    job = plan.job
+    if os.environ["RANK"] == "1":
+        {planted}
+    real(plan, processes)
+    raise train.UserError("no difference")
+train.require_same_job = require_same_job
+"""
+    done = run_forked(job, tmp_path, 2, planted=other)
+    assert done.returncode and done.returncode[0] == 2 and said in done.stderr, done.stderr[-3000:]
+    assert not folder_of(job).exists()
+
+
+def test_a_port_that_is_in_use_is_told_in_one_line(make_job, tmp_path):
+    job = make_job(tmp_path)
+    (tmp_path / "recording.py").write_text(RECORDING, encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "SHARES": str(tmp_path), "PLANTED": ""}
+        args = [str(tmp_path / "recording.py"), "--config", str(write(job, tmp_path))]
+        process = forked.start(args, cwd=tmp_path, env=place | group)
+        _, stderr = process.communicate(timeout=LONG_SECONDS)
+    assert process.returncode == 3 and "Traceback" not in stderr
+    assert f"the processes cannot meet at 127.0.0.1:{place['MASTER_PORT']}: " in stderr and "EADDRINUSE" in stderr
+
+
 STOPPED_WHILE_DRAWING = """
 import signal
 from lora_fp8.run import Run
@@ -402,9 +458,6 @@ def test_two_processes_stop_between_two_previews_and_draw_them_when_resumed(
     assert not done.returncode, done.stderr[-3000:]
     assert tree_hash(run.samples) == tree_hash(folder_of(defaults[0]) / "samples")
     assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
-
-
-QUICK = (*SMALL, "train.steps=30", "train.batch_size=2", "checkpoint.every=20")
 
 
 def test_ctrl_c_saves_and_stops_all(make_job, tmp_path):
