@@ -10,8 +10,10 @@ A case without "adapter" is only loaded: which tensors differ, all rows of them 
 a process read for each of the two models.
 """
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,11 @@ def main(folder: Path, cases: list[dict]) -> None:
         exact = {name: torch.equal(together[name], alone[name]) for name in alone}
         found.append({"gaps": gaps, "exact": exact, "local": local, "whole": whole})
     (folder / f"{processes.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    group = weakref.ref(torch.distributed.group.WORLD)
     processes.leave()
+    alone = shared = together = None
+    gc.collect()
+    assert group() is None  # otherwise its threads may abort the process when it exits
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def shard_(denoiser: nn.Module, processes: Processes) -> None:
     # It warns of views, which may lose their hooks if something writes into them: no denoiser of ours does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     mesh = init_device_mesh(processes.device.type, (processes.world,))
+    # torch's caches keep the mesh until the process exits, and from torch 2.13 at the latest the mesh keeps the group.
+    processes.when_left.append(getattr(mesh, "_pg_registry", {}).clear)
     for block in find_shared_blocks(denoiser):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     # True for the outermost module too: previews and validation make no backward pass that would free its layers.
