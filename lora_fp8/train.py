@@ -41,6 +41,7 @@ from .stages.milestones import Milestones, find_missed
 from .stages.preflight import preflight
 from .stages.progress import Progress
 from .stages.resume import State, begin_or_resume, require_resumable, require_same_step
+from .stages.same_job import require_same_job
 from .stages.session import Bystander, Session, explain_errors
 from .stages.step import compute_gradient_, require_finite
 from .training import optim
@@ -78,6 +79,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 # All problems are reported before a run folder exists.
                 count = show_images() if progress and processes.is_main else None
                 plan = planning.make(job, processes.device, world=processes.world, resume=resume, progress=count)
+                require_same_job(plan, processes)
                 warnings = disk_space.require_space(plan.estimate_writes(processes.world)) if processes.is_main else []
             with processes.together():
                 text = config.dumps(plan.job)

@@ -5,10 +5,15 @@
 CASES is JSON, a list of cases: {"family", "path" of its miniature, "dtype", "quantize", "adapter", "recomputes"}.
 Leaves FOLDER/RANK.json: how far the model that is shared is from the same model that this process holds alone, for two
 forward and backward passes and one without gradient; and the bytes of its real tensors.
+
+A case without "adapter" is only loaded: which tensors differ, all rows of them gathered, and how many bytes of weights
+a process read for each of the two models.
 """
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,9 @@ import torch
 from editing import encode, load_encoders
 from torch.distributed.tensor import DTensor
 
-from lora_fp8 import adapters, families
+from lora_fp8 import adapters, families, precision
 from lora_fp8.distributed.processes import Processes
+from lora_fp8.families import _weights
 from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.settings import Adapter, Memory, Model, Quantize
 from lora_fp8.stages.load import load_base
@@ -67,13 +73,63 @@ def make_inputs(family: Any) -> tuple[Any, ...]:
     return noisy, torch.full((2,), 0.5) if family.objective == "FlowMatching" else torch.tensor([500, 500]), cond
 
 
+class Counting:
+    """A safetensors file that counts the bytes of the weights that are taken out of it."""
+
+    read = 0
+    real = staticmethod(_weights.safe_open)
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.file = self.real(*given, **more)
+
+    def __enter__(self) -> "Counting":
+        self.opened = self.file.__enter__()
+        return self
+
+    def __exit__(self, *ending: Any) -> None:
+        self.file.__exit__(*ending)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor = self.opened.get_tensor(name)
+        Counting.read += tensor.nbytes
+        return tensor
+
+    def get_slice(self, name: str) -> "Counting":
+        self.slice = self.opened.get_slice(name)
+        return self
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        tensor = self.slice[rows]
+        Counting.read += tensor.nbytes
+        return tensor
+
+
+def load(family: Any, case: dict, sharing: Processes | None) -> tuple[Answers, int]:
+    """Every tensor of a base, by name, whole; and how many bytes were read for it."""
+    Counting.read = 0
+    denoiser, *_ = load_base(family, Quantize(**case["quantize"]), sharing=sharing)
+    named = [*denoiser.named_parameters(), *denoiser.named_buffers()]
+    return {name: precision.gather_whole(tensor.detach()) for name, tensor in named}, Counting.read
+
+
+def compare_loads(family: Any, case: dict, processes: Processes) -> dict[str, Any]:
+    (alone, read_alone), (shared, read) = load(family, case, None), load(family, case, processes)
+    assert alone.keys() == shared.keys()
+    differing = [name for name in alone if not torch.equal(alone[name], shared[name])]
+    return {"differing": differing, "read": read, "read_alone": read_alone}
+
+
 def main(folder: Path, cases: list[dict]) -> None:
     torch.set_num_threads(1)
+    _weights.safe_open = Counting
     processes, found = Processes(), []
     for case in cases:
         Family = families.get(case["family"])
-        model = Model(family=case["family"], path=case["path"])
+        model = Model(family=case["family"], path=case["path"], components=case.get("components", ""))
         family = Family(model, device="cpu", dtype=DTYPES[case["dtype"]])
+        if "adapter" not in case:
+            found.append(compare_loads(family, case, processes))
+            continue
         inputs = make_inputs(family)
         alone = answer(family, build(family, case, None), inputs)
         shared = build(family, case, processes)
@@ -84,7 +140,11 @@ def main(folder: Path, cases: list[dict]) -> None:
         exact = {name: torch.equal(together[name], alone[name]) for name in alone}
         found.append({"gaps": gaps, "exact": exact, "local": local, "whole": whole})
     (folder / f"{processes.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    group = weakref.ref(torch.distributed.group.WORLD)
     processes.leave()
+    alone = shared = together = None
+    gc.collect()
+    assert group() is None  # otherwise its threads may abort the process when it exits
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_fp8 import precision, settings
-from lora_fp8.precision import FP8_ROW, Format, decode, encode, formats, round_trip
+from lora_fp8.precision import FP8_ROW, Format, Quantized, decode, encode, formats, round_trip
 
 FP8 = settings.Quantize(storage="fp8")
 
@@ -127,6 +127,52 @@ def test_errors_of_the_formats(form):
     outliers = torch.where(torch.rand(weight.shape) < 0.001, weight * 30, weight)
     for each, (low, high) in zip((weight, outliers), ERRORS[str(form)], strict=True):
         assert low <= 100 * relative(round_trip(each, form, torch.float32), each) <= high
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_pieces_that_can_be_encoded_apart_have_the_bytes_of_the_whole(form):
+    """Processes that share a base do it."""
+    weight = torch.randn(6 * 128, 256, dtype=torch.bfloat16) * torch.rand(6 * 128, 1)
+    whole = encode(weight, form)
+    apart = {rows for rows in (100, 128, 256, 384) if form.can_encode_apart((768, 256), rows, (1, 1))}
+    of_blocks = {128, 256, 384} if form.scale == "128x128" else {100, 128, 256, 384}
+    assert apart == (set() if form.storage == "nf4" or form.scale in ("tensor", "none") else of_blocks)
+    for rows in apart:
+        pieces = [encode(piece, form) for piece in weight.split(rows)]
+        assert all(
+            torch.equal(torch.cat(parts), one) for parts, one in zip(zip(*pieces, strict=True), whole, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("scale", "file_scale", "apart"),
+    [
+        ("row", (1, 1), True),
+        ("row", (768, 1), True),
+        ("1x128", (768, 1), True),
+        ("1x64", (768, 4), True),
+        ("1x64", (6, 2), True),
+        ("row", (768, 4), False),  # the file's bytes can be kept if its scales are equal along every row
+        ("1x128", (768, 4), False),
+        ("128x128", (1, 1), True),
+        ("128x128", (768, 1), False),
+    ],
+)
+def test_rows_of_a_quantized_file_are_encoded_apart_where_only_shapes_decide(scale, file_scale, apart):
+    """Whether the bytes of the file are kept is the same for each piece as for the whole."""
+    form = Format("fp8", scale)
+    assert form.can_encode_apart((768, 256), 384, file_scale) == apart
+    codes = torch.randn(768, 256).to(torch.float8_e4m3fn)
+    scales = torch.ones(file_scale) if not apart else torch.rand(file_scale) + 0.5
+    whole = Quantized(codes, scales)
+    per_row = scales if len(scales) == 1 else scales.repeat_interleave(768 // len(scales), dim=0)
+    parts = [
+        Quantized(codes[rows], per_row if len(per_row) == 1 else per_row[rows]).make_parts(form)
+        for rows in (slice(384), slice(384, None))
+    ]
+    held = whole.make_parts(form)
+    assert held is not None and None not in parts
+    assert all(torch.equal(torch.cat(pair), one) for pair, one in zip(zip(*parts, strict=True), held, strict=True))
 
 
 @pytest.mark.parametrize(("std", "error"), [(0.02, 0.033), (0.005, 0.113), (0.001, 0.56)])

@@ -361,6 +361,105 @@ def test_previews_are_shared_out_and_are_those_of_one_process(make_job, tmp_path
 QUICK = (*SMALL, "train.steps=30", "train.batch_size=2", "checkpoint.every=20")
 
 
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        (
+            "change(job.dataset.folders[0], 'repeats', 2)",
+            "dataset.folders.0.repeats: process 1 has 2, and process 0 has 1.",
+        ),
+        (
+            "plan.images.buckets.popitem()",
+            "process 1 has other images or captions than process 0 (5 and 5 images). Put them on a disk that all",
+        ),
+        (
+            "change(plan, 'base_identity', '0')",
+            "process 1 has another base model than process 0. Put it on a disk that all",
+        ),
+        ("change(job.dataset.folders[0], 'path', '/elsewhere'); change(job.train, 'threads', 7)", "no difference"),
+    ],
+    ids=["settings", "images", "base", "its own"],
+)
+def test_processes_that_would_train_something_else_are_refused(make_job, tmp_path, planted, said):
+    """A machine with another config or other files: each process would follow its own plan, and nobody would notice."""
+    job = make_job(tmp_path, *QUICK)
+    other = f"""
+from lora_fp8 import train
+real, change = train.require_same_job, object.__setattr__  # settings are frozen
+def require_same_job(plan, processes):
+    job = plan.job
+    if os.environ["RANK"] == "1":
+        {planted}
+    real(plan, processes)
+    raise train.UserError("no difference")
+train.require_same_job = require_same_job
+"""
+    done = run_forked(job, tmp_path, 2, planted=other)
+    assert done.returncode and done.returncode[0] == 2 and said in done.stderr, done.stderr[-3000:]
+    assert not folder_of(job).exists()
+
+
+def test_a_port_that_is_in_use_is_told_in_one_line(make_job, tmp_path):
+    job = make_job(tmp_path)
+    (tmp_path / "recording.py").write_text(RECORDING, encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "SHARES": str(tmp_path), "PLANTED": ""}
+        args = [str(tmp_path / "recording.py"), "--config", str(write(job, tmp_path))]
+        process = forked.start(args, cwd=tmp_path, env=place | group)
+        _, stderr = process.communicate(timeout=LONG_SECONDS)
+    assert process.returncode == 3 and "Traceback" not in stderr
+    assert f"the processes cannot meet at 127.0.0.1:{place['MASTER_PORT']}: " in stderr and "EADDRINUSE" in stderr
+
+
+STOPPED_WHILE_DRAWING = """
+import signal
+from lora_fp8.run import Run
+real_draw, drawn = previews.draw_clips, []
+@functools.wraps(real_draw)
+def draw_clips(family, pipeline, prompts, side, numbers=None):
+    drawn.append(numbers)
+    if len(drawn) == FIRST[int(os.environ["RANK"])]:  # the first preview of step 4
+        if HOW == "signal" and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+        if HOW == "request" and os.environ["RANK"] == "0":
+            Run(FOLDER).request("stop")
+        if HOW == "request" and os.environ["RANK"] == "1":
+            raise RuntimeError("it still has to take part in the decision")
+    return real_draw(family, pipeline, prompts, side, numbers)
+previews.draw_clips = draw_clips
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [("signal", ()), ("request", ()), ("signal", ("memory.shard_base=true",))],
+    ids=["signal", "request", "shared base"],
+)
+def test_two_processes_stop_between_two_previews_and_draw_them_when_resumed(
+    make_job, tmp_path, defaults, tree_hash, how, more
+):
+    """Whichever was told to, and though the second has nothing to draw where they decide."""
+    job = make_job(tmp_path, *SHARED, *SHOWN, *more)
+    first = [3, 3] if more else [3, 2]  # with a shared base, a preview of step 0 stands in on the second process
+    known = f"HOW, FOLDER, FIRST = {how!r}, Path({str(folder_of(job))!r}), {first}"
+    planted = f"from pathlib import Path\n{known}\n{STOPPED_WHILE_DRAWING}"
+    done = run_forked(job, tmp_path, 2, planted=planted)
+    assert done.returncode and done.returncode[0] == 75 and "saved at step 4" in done.stderr, done.stderr[-3000:]
+    run = Run.open(folder_of(job))
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-000004"]
+    assert not list(run.samples.glob("step-000004-*")) and run.read_events()[-1]["event"] == "stopped"
+    assert len(noted(tmp_path, 0, "previews")) == 3
+    if how == "request" or more:
+        return
+    done = run_forked(job, tmp_path, 2, "--resume")
+    assert not done.returncode, done.stderr[-3000:]
+    assert tree_hash(run.samples) == tree_hash(folder_of(defaults[0]) / "samples")
+    assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
+
+
 def test_ctrl_c_saves_and_stops_all(make_job, tmp_path):
     """The terminal gives SIGINT to its process group, and the launcher gives it to the processes that it started."""
     job = make_job(tmp_path, *QUICK)

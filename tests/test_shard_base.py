@@ -15,6 +15,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
+from test_prequantized import Single, quantized
 from test_processes import ENVIRONMENT, FLOAT32, RECORDING, ROOT, folder_of, left_over, losses, noted, run_forked, write
 from waiting import LONG_SECONDS
 
@@ -199,6 +200,45 @@ def test_a_shared_model_computes_what_a_whole_one_does(tiny, tmp_path):
                 assert found["local"][0] == found["local"][1] <= 0.55 * found["whole"]
 
 
+LOADED = (
+    # family, storage, scale, layout of a single file or "" for a folder; the share of the bytes that is read, at most
+    ("flux", "fp8", "row", "", 0.35),
+    ("flux", "int8", "row", "", 0.35),
+    ("flux", "bf16", "auto", "", 0.35),
+    ("flux", "fp8", "tensor", "", 0.75),  # the layers that are not quantized are still read by rows
+    ("flux", "nf4", "auto", "", 0.75),
+    ("sd15", "fp8", "auto", "", 0.35),
+    ("flux", "fp8", "row", "plain", 0.25),  # whole, its fused layers are read once for each of their parts
+    ("flux", "fp8", "auto", "older e5m2", 0.25),
+    ("flux", "fp8", "auto", "newer rows", 0.3),
+    ("flux", "fp8", "auto", "blocks as musubi", 0.3),
+)
+
+
+def test_each_process_reads_only_the_rows_that_it_keeps(tiny, tmp_path):
+    """Where they can be quantized apart. Three processes, whose shares are uneven; what they hold is the same bits."""
+    cases, paths, flux = [], {}, Single("flux", tmp_path / "single")
+    for family, storage, scale, layout, _ in LOADED:
+        if layout and layout not in paths:
+            file, _, metadata = (flux.tensors, None, None) if layout == "plain" else quantized(flux, layout)
+            paths[layout] = str(flux.write(tmp_path / f"{layout}.safetensors", file, metadata))
+        path = str(tiny(family)) if not layout else paths[layout]
+        section = {"storage": storage, "scale": scale}
+        if layout == "blocks as musubi":
+            section["override"] = {"ff.net.2": "fp8 1x64"}
+        case = {"family": family, "path": path, "dtype": "bf16", "quantize": section}
+        cases.append(case | ({"components": str(flux.rest)} if layout else {}))
+    script = str(Path(__file__).with_name("shard_worker.py"))
+    environment = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    group = forked.start_group([script, str(tmp_path), json.dumps(cases)], 3, cwd=tmp_path, env=environment)
+    for process in group:
+        stderr = process.communicate(timeout=LONG_SECONDS)[1]
+        assert process.returncode == 0, stderr[-3000:]
+    for rank in range(3):
+        for case, found in zip(LOADED, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
+            assert found["differing"] == [] and 0.2 < found["read"] / found["read_alone"] < case[-1], case
+
+
 def test_each_process_holds_half_of_the_base(runs):
     for rank in (0, 1):
         held = noted(runs["shared"][1], rank, "bytes")
@@ -349,7 +389,12 @@ def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make, tmp_path, r
 FAILING = """
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from lora_fp8.data.loader import Loader
+from lora_fp8.precision import FrozenLayer
 real_take, real_forward, at = Loader.take_batch, FluxSingleTransformerBlock.forward, [0]
+def set_rows_(self, rows, name):
+    raise ValueError("broken")
+if WHERE == "loading" and os.environ["RANK"] == "1":
+    FrozenLayer.set_rows_ = set_rows_
 def take_batch(self, step, *given):
     at[0] = step
     if WHERE == "reading" and step == 2 and os.environ["RANK"] == "1":
@@ -364,10 +409,15 @@ Loader.take_batch, FluxSingleTransformerBlock.forward = take_batch, forward
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("reading", "x.safetensors: Input/output error"), ("computing", "out of memory on cpu")]
+    ("where", "said"),
+    [
+        ("loading", "the base model's weights are broken: broken"),
+        ("reading", "x.safetensors: Input/output error"),
+        ("computing", "out of memory on cpu"),
+    ],
 )
 def test_a_process_that_fails_alone_ends_the_others(make, tmp_path, where, said):
-    """Before a batch it can tell the others. In the middle of a pass they learn it from its exit."""
+    """While it loads and before a batch it can tell the others. In the middle of a pass they learn it from its exit."""
     without = ("preview.prompts=[]", "validation.every=0", "validation.pictures=0", "export.verify=false")
     job = make(tmp_path, SHARD, *without)
     done = run_forked(job, tmp_path, 2, planted=f"WHERE = {where!r}\n{FAILING}")
@@ -375,4 +425,4 @@ def test_a_process_that_fails_alone_ends_the_others(make, tmp_path, where, said)
     run = Run(folder_of(job))
     assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "error" and not run.is_locked()
     text = [event["text"] for event in run.read_events() if event["event"] == "error"][-1]
-    assert (said if where == "reading" else "another process of this job exited; see its message above") in text
+    assert (said if where != "computing" else "another process of this job exited; see its message above") in text

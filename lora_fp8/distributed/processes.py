@@ -10,6 +10,7 @@ kills all others as soon as one exits, even the main one in the middle of a save
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -53,6 +54,8 @@ class Processes:
         lockstep: True if the processes share the base (see `sharding`), so that each pass of the denoiser gathers from
             all of them. Then all must make the same passes in the same order.
         is_cut_off: True after an error in lockstep that the others were not told of; see `passing`.
+        when_left: called after the process group was left, to forget it where nothing else does. The threads of a group
+            that something keeps run until the process exits, and gloo's have aborted it then (exit code 134).
         undisturbed: a context in which no signal raises; otherwise the others would be left in half an exchange.
         sent: bytes of tensors that this process has sent to others so far, counted for the ring algorithm, which sends
             the least; messages of `gather` and `wait` are not counted.
@@ -63,12 +66,14 @@ class Processes:
         # torch for Windows has no NCCL; gloo sends tensors of GPUs through RAM.
         on_gpu, distributed = torch.cuda.is_available(), torch.distributed.is_available()
         options = {"backend": "gloo"} if on_gpu and distributed and not torch.distributed.is_nccl_available() else {}
-        state = PartialState(cpu=not on_gpu, timeout=PATIENCE, **options)
+        with _explain_meeting():
+            state = PartialState(cpu=not on_gpu, timeout=PATIENCE, **options)
         self.rank, self.world = state.process_index, state.num_processes
         self.is_first_here = state.is_local_main_process
         self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
         self.all_know = False
         self.lockstep = self.is_cut_off = False
+        self.when_left: list[Callable[[], object]] = []
         self.sent = 0
         self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -216,6 +221,8 @@ class Processes:
                 with contextlib.suppress(Elsewhere):
                     self.wait()
             torch.distributed.destroy_process_group()
+            for forget in self.when_left:
+                forget()
 
     def _meet(self, mine: T, problem: Exception | None) -> list[T]:
         results: list[Any] = [(mine, None)] * self.world
@@ -238,6 +245,25 @@ class Processes:
                         )
                     )
         return [what for what, _ in results]
+
+
+@contextlib.contextmanager
+def _explain_meeting() -> Iterator[None]:
+    """Turn the error of a first process that cannot listen, or of one that does not reach it, into a message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError):
+            raise
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RunFailure(
+            Message(
+                "the processes cannot meet at {place}: {why}. If another program uses this port, give the launcher "
+                "another one: `--main_process_port` of accelerate, `--master-port` of torchrun",
+                place=place,
+                why=str(error).splitlines()[0],
+            )
+        ) from error
 
 
 @contextlib.contextmanager

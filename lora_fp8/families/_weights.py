@@ -17,6 +17,7 @@ weights, and formats or companion tensors that are not in this table, are errors
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -126,23 +127,30 @@ class WeightFile:
         ((_, weight),) = self.read_all([name])
         return weight
 
-    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
-        """Yield (name, tensor) of tensors of `header`, one at a time, as `read` returns them."""
+    def read_all(
+        self, names: Iterable[str], rows: Iterable[slice | None] = itertools.repeat(None)
+    ) -> Iterator[tuple[str, Weight]]:
+        """Yield (name, tensor) of tensors of `header`, one at a time, as `read` returns them.
+
+        Args:
+            names: of the tensors.
+            rows: the rows to read of each; None: all.
+        """
         _files.require_here(self.path)
         # A file of its own for each large tensor: pages that were read count as memory until the file is closed and no
         # tensor of it is held, so that one bias would keep gigabytes.
         with safe_open(self.path, framework="pt") as shared:
-            for name in names:
+            for name, own in zip(names, rows, strict=False):
                 if math.prod(self.header[name]) <= _SMALL:
-                    yield name, self._read(shared, name)
+                    yield name, self._read(shared, name, own)
                 else:
                     with safe_open(self.path, framework="pt") as file:
-                        weight = self._read(file, name)
+                        weight = self._read(file, name, own)
                     yield name, weight
                     del weight
 
-    def _read(self, file: Any, name: str) -> Weight:
-        tensor = file.get_tensor(name)
+    def _read(self, file: Any, name: str, rows: slice | None) -> Weight:
+        tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         if name not in self._fp8:
             return tensor
         scale = torch.ones(1, 1)
@@ -152,6 +160,8 @@ class WeightFile:
             self._refuse(
                 self._scale_of[name], Message("contains NaN, infinity or numbers below zero, so the file is damaged")
             )
+        if rows is not None and len(scale) > 1:
+            scale = scale.repeat_interleave(self.header[name][0] // len(scale), dim=0)[rows]
         codes = tensor.view(self._fp8[name])
         if tensor.numel() and _has_nonfinite(codes):
             self._refuse(name, Message("contains NaN or infinity, so the file is damaged"))
@@ -159,13 +169,18 @@ class WeightFile:
             return Quantized(codes, scale)
         if not codes.numel():
             return codes.to(torch.float32)
-        rows = codes.shape[0] if codes.ndim else 1
-        return Quantized(codes.reshape(rows, -1), scale).dequantize().reshape(codes.shape)
+        return (
+            Quantized(codes.reshape(codes.shape[0] if codes.ndim else 1, -1), scale).dequantize().reshape(codes.shape)
+        )
 
     def read_dequantized(self, name: str) -> Tensor:
         """Read a tensor as `read` does, but dequantize what is quantized to float32."""
         weight = self.read(name)
         return weight.dequantize() if isinstance(weight, Quantized) else weight
+
+    def get_scale_shape(self, name: str) -> tuple[int, int]:
+        """Return (rows, columns) of the scales of a tensor of `header`; (1, 1) if it has one or none."""
+        return self._blocks.get(name, (1, 1))
 
     def list_block_scales(self) -> list[str]:
         """List the block that shares a scale in each blockwise e4m3 matrix: "1x64", "1x128" or "128x128"."""

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..objectives import Objective
-    from ..precision import Weight
+    from ..precision import Rows, Weight
+    from ._weights import WeightFile
     from .sources import BaseDescription
     from .sources.download import Report
 
@@ -58,6 +59,8 @@ Inputs = dict[str, Any]
 """Arguments of the denoiser, by name."""
 Conversion = dict[str, tuple[str, "Callable[[Tensor], Tensor] | None"]]
 """Parameter name in diffusers -> (key in the single file, function that selects or reorders the tensor's rows)."""
+ChooseRows = Callable[[str, tuple[int, ...], tuple[int, int]], "slice | None"]
+"""Chooses the rows to read of a tensor; see `ModelFamily.read_denoiser_rows`."""
 
 
 CLIP_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
@@ -537,17 +540,44 @@ class ModelFamily(Latents, Prompts):
 
         Tensors that the file stores in FP8 are `Quantized`, with their scales.
         """
+        for file, places in self._open_denoiser_files():
+            weights = file.read_all(key for key, _ in places.values())
+            for (name, (_, change)), (_, weight) in zip(places.items(), weights, strict=True):
+                yield name, _change_weight(weight, change)
+
+    def read_denoiser_rows(self, choose_rows: ChooseRows) -> Iterator[tuple[str, Weight | Rows]]:
+        """Yield the tensors of `read_denoiser_tensors`, but only those rows that `choose_rows` wants.
+
+        All of a tensor is read where these rows are not consecutive in the file.
+
+        Args:
+            choose_rows: called with a tensor's name, its shape, and the shape of the scales that the file has for it.
+                Returns the rows, at least one, or None for the whole tensor.
+        """
+        from ..precision import Rows
+
+        for file, places in self._open_denoiser_files():
+            pieces = []
+            for name, (key, change) in places.items():
+                numbers = _find_row_numbers(file.header[key], change)
+                shape = (len(numbers), *file.header[key][1:])
+                wanted = choose_rows(name, shape, file.get_scale_shape(key)) if numbers else None
+                rows = _find_range(numbers[wanted]) if wanted else None
+                pieces.append((name, None if rows else change, wanted, rows, shape))
+            weights = file.read_all((key for key, _ in places.values()), [rows for *_, rows, _ in pieces])
+            for (name, change, wanted, rows, shape), (_, weight) in zip(pieces, weights, strict=True):
+                yield name, Rows(weight, wanted.start, shape) if wanted and rows else _change_weight(weight, change)
+
+    def _open_denoiser_files(self) -> Iterator[tuple[WeightFile, Conversion]]:
+        """Open the denoiser's files one at a time. Yields each, and where its tensors belong."""
         from ._weights import WeightFile
 
-        if self._file is None:
-            for path in self._list_denoiser_files():
-                file = WeightFile(path, self.absent)
-                yield from file.read_all(file.header)
+        if self._file is not None:
+            yield self._file, self.convert_checkpoint(self._header)
             return
-        places = self.convert_checkpoint(self._header)
-        weights = self._file.read_all(key for key, _ in places.values())
-        for (name, (_, change)), (_, weight) in zip(places.items(), weights, strict=True):
-            yield name, _change_weight(weight, change)
+        for path in self._list_denoiser_files():
+            file = WeightFile(path, self.absent)
+            yield file, {name: (name, None) for name in file.header}
 
     def check_parts(self) -> None:
         """Check that all parts match their configs; see `_checks.check_parts`."""
@@ -770,6 +800,22 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 def _make_row_selector(begin: int, end: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[begin:end]
+
+
+def _find_row_numbers(shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None) -> list[int]:
+    """Return which row of the file's tensor each row of the converted one is; [] if `change` does more than that."""
+    import torch
+
+    if not shape or change is None:
+        return list(range(shape[0])) if shape else []
+    rows = change(torch.arange(shape[0]).unsqueeze(1))
+    return rows[:, 0].tolist() if rows.shape[1:] == (1,) else []
+
+
+def _find_range(numbers: list[int]) -> slice | None:
+    """Return the slice of these numbers; None if they are not consecutive."""
+    first, end = numbers[0], numbers[0] + len(numbers)
+    return slice(first, end) if numbers == list(range(first, end)) else None
 
 
 def _change_weight(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:

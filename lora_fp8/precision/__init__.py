@@ -21,7 +21,7 @@ from .frozen import FrozenLayer, decoded_compute, find_frozen_layers, gather_who
 from .linear import AmaxHistory, FrozenLinear
 from .names import name_matches
 from .plan import LayerPlan, Plan, decide
-from .quantized import Quantized, Weight, make_parts, to_plain
+from .quantized import Quantized, Rows, Weight, make_parts, to_plain
 
 __all__ = [
     "FP8_ROW",
@@ -34,6 +34,7 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "Quantized",
+    "Rows",
     "Weight",
     "make_amax_history",
     "as_held",

@@ -21,7 +21,7 @@ from .conv import FrozenConv2d
 from .frozen import FrozenLayer, find_frozen_layers
 from .linear import FrozenLinear
 from .plan import Layer, LayerPlan, Plan, choose_held_dtype, decide, find_layer_names
-from .quantized import Quantized, Weight
+from .quantized import Quantized, Rows, Weight
 
 
 def quantize_(
@@ -90,7 +90,7 @@ def set_compute_(denoiser: nn.Module, plan: Plan, section: settings.Quantize) ->
 
 def fill_(
     denoiser: nn.Module,
-    tensors: Iterable[tuple[str, Weight]],
+    tensors: Iterable[tuple[str, Weight | Rows]],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     filled: Callable[[nn.Module], None] | None = None,
@@ -102,7 +102,8 @@ def fill_(
     Args:
         denoiser: the denoiser, after `quantize_`.
         tensors: (name in the diffusers model, tensor) in any order and float dtype; the stream is consumed once.
-            `Quantized` tensors are stored unchanged if the layer's format allows it.
+            `Quantized` tensors are stored unchanged if the layer's format allows it. Of a parameter that comes as
+            `Rows`, only these are set.
         dtype: compute dtype.
         device: device for the weights. Tensors are moved there before they are quantized.
         filled: called with a module each time one of its tensors was set.
@@ -229,13 +230,15 @@ def _set(
     module: nn.Module,
     attribute: str,
     name: str,
-    tensor: Weight,
+    tensor: Weight | Rows,
     dtype: torch.dtype,
 ) -> None:
     if isinstance(module, FrozenLayer) and attribute == "weight":
         module.compute_dtype = dtype
-        module.set_weight_(tensor, name.removesuffix(".weight"))
+        layer = name.removesuffix(".weight")
+        module.set_rows_(tensor, layer) if isinstance(tensor, Rows) else module.set_weight_(tensor, layer)
         return
+    tensor = tensor.part if isinstance(tensor, Rows) else tensor
     held = choose_held_dtype(denoiser, name.rpartition(".")[0], dtype)
     if isinstance(tensor, Quantized):
         tensor = tensor.dequantize(held)

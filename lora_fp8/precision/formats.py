@@ -79,6 +79,24 @@ class Format:
             )
         return ""
 
+    def can_encode_apart(self, shape: tuple[int, int], num_rows: int, file_scale: tuple[int, int]) -> bool:
+        """Return True if pieces of `num_rows` rows have the bytes and scales that they have in the whole weight.
+
+        So they have if the scales of a piece depend on no other row. One scale of the whole weight does, and nf4's
+        offset. Whether a block of 128 rows, or a row, can take over several scales of a file depends on all of them.
+
+        Args:
+            shape: (N, K) of the whole weight.
+            num_rows: rows of each piece; the last one may be shorter.
+            file_scale: (rows, columns) of the scales that the file has for the weight; (1, 1) if it is not quantized.
+        """
+        if self.storage == "nf4" or self.find_problem(shape):
+            return False
+        rows, columns = self.get_block(shape)
+        if file_scale != (1, 1) and (rows > 1 or (shape[1] // columns) % file_scale[1]):
+            return False
+        return num_rows % rows == 0
+
     def describe_tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return {name: (shape, dtype)} of the tensors that store a weight of this shape (N, K), the bytes first."""
         if self.storage == "nf4":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import stream
 from .formats import Format, decode
-from .quantized import Quantized, Weight, make_parts
+from .quantized import Quantized, Rows, Weight, make_parts
 from .stream import copy_to_ram, fetch_parts
 
 
@@ -84,8 +84,22 @@ class FrozenLayer(nn.Module):
         Raises:
             ValueError: the weight is not finite; names `name`.
         """
-        matrix = weight if isinstance(weight, Quantized) else weight.flatten(1)
-        self.set_parts_(*make_parts(matrix, self.form, name))
+        self.set_parts_(*make_parts(_flatten(weight), self.form, name))
+
+    def set_rows_(self, rows: Rows, name: str = "weight") -> None:
+        """Replace the weight with some of its rows: `qweight` has only these, and the scales of all others are zero.
+
+        The format must be able to encode them apart.
+
+        Raises:
+            ValueError: the rows are not finite; names `name` and the rows.
+        """
+        end = rows.start + rows.part.shape[0]
+        qweight, own = make_parts(_flatten(rows.part), self.form, f"{name}[{rows.start}:{end}]")
+        shape, kind = self.form.describe_tensors(self.matrix_shape)["scale"]
+        scale, together = own.new_zeros(shape, dtype=kind), self.matrix_shape[0] // shape[0]
+        scale[rows.start // together : end // together] = own
+        self.qweight, self.scale = nn.Parameter(qweight, requires_grad=False), scale
 
     @property
     def device(self) -> torch.device:
@@ -176,6 +190,11 @@ class FrozenLayer(nn.Module):
         """Return the layer's storage and matmul for `print(model)`."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         return f"{super().extra_repr()}, storage={self.form} by {self.backend}, compute={self.compute} in {dtype}"
+
+
+def _flatten(weight: Weight) -> Weight:
+    """Return a weight as the matrix (N, K) that a frozen layer stores."""
+    return weight if isinstance(weight, Quantized) else weight.flatten(1)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:

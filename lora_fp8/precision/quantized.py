@@ -64,6 +64,25 @@ Weight = Tensor | Quantized
 """A parameter as a file stores it."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Some consecutive rows of a parameter, for a process that keeps no others.
+
+    Attributes:
+        part: these rows, as a file stores them.
+        start: number of the first one.
+        shape: shape of the whole parameter.
+    """
+
+    part: Weight
+    start: int
+    shape: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> "Rows":
+        """Return a copy on another device."""
+        return Rows(self.part.to(device), self.start, self.shape)
+
+
 def to_plain(weight: Weight) -> Tensor:
     """Return a file's weight as a plain tensor; quantized ones are dequantized to float32."""
     return weight.dequantize(torch.float32) if isinstance(weight, Quantized) else weight

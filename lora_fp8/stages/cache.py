@@ -134,14 +134,6 @@ def cache(session: Session) -> Data:
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={bucketing.format_bucket(bucket): len(members) for bucket, members in placed.buckets.items()},
     )
-    weights = [folder.weight for folder in section.folders]
-    fingerprint = json.dumps(
-        [
-            _make_fingerprint(image, weights[image.example.folder_index])
-            for members in placed.buckets.values()
-            for image in members
-        ]
-    )
     held_out = None
     if placed.held_out:
         plain = disable_image_variants(disable_caption_variants(section))
@@ -150,11 +142,11 @@ def cache(session: Session) -> Data:
         loader=loader,
         heaviest=loader.find_heaviest(lambda image: _count_pixels(store, image)),
         held_out=held_out,
-        held_out_fingerprint=_hash_held_out(plan),
+        held_out_fingerprint=hash_held_out(plan),
         preview=preview,
         preview_version=version,
         previews=read_preview_prompts(preview, store),
-        fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
+        fingerprint=hash_images(plan),
         scores=PreviewScores(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
@@ -256,7 +248,18 @@ def _make_fingerprint(placed: bucketing.Placed, weight: float) -> list[Any]:
     return [*facts, f"weight {weight:g}"] if weight != 1 else facts
 
 
-def _hash_held_out(plan: Plan) -> str:
+def hash_images(plan: Plan) -> str:
+    """Hash the images that are trained, in their buckets, with their captions and repeats."""
+    weights = [folder.weight for folder in plan.job.dataset.folders]
+    facts = [
+        _make_fingerprint(image, weights[image.example.folder_index])
+        for members in plan.images.buckets.values()
+        for image in members
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def hash_held_out(plan: Plan) -> str:
     """Hash the held-out images in their buckets and the settings of the loss; two losses of one hash are comparable."""
     images = [_make_fingerprint(image, 1) for members in plan.images.held_out_buckets.values() for image in members]
     job = plan.job

@@ -25,6 +25,8 @@ from .cache import Data, PreviewPrompts
 from .progress import StageProgress
 from .session import Session
 
+Loadable = precision.Weight | precision.Rows
+
 
 @dataclass
 class Loaded:
@@ -78,21 +80,25 @@ def load_base(
     keep, modulation = family.keep_precise, family.modulation
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.read_file_scale())
     waiting = precision.offload_(denoiser, offload, precision.find_blocks(denoiser) if is_compiled else ())
-    tensors = _count_tensors(family.read_denoiser_tensors(), lambda done: report(done, total))
-    keep_part = None
+    keeper = None
+    tensors: Iterator[tuple[str, Loadable]] = family.read_denoiser_tensors()
     if sharing is not None:
         from ..distributed import sharding  # imports torch's FSDP, which takes time
 
         sharding.shard_(denoiser, sharing)
-        keep_part = sharding.PartKeeper(denoiser)
-    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device, filled=keep_part)
+        keeper = sharding.PartKeeper(denoiser, sharing)
+        tensors = family.read_denoiser_rows(keeper.choose_rows)
+    tensors = _count_tensors(tensors, lambda done: report(done, total))
+    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device, filled=keeper)
+    if keeper is not None:
+        keeper.share_scales_()
     precision.set_compute_(denoiser, plan, section)  # again: its history needs the loaded weights
     return denoiser, plan, waiting
 
 
 def _count_tensors(
-    tensors: Iterator[tuple[str, precision.Weight]], report: Callable[[int], None]
-) -> Iterator[tuple[str, precision.Weight]]:
+    tensors: Iterator[tuple[str, Loadable]], report: Callable[[int], None]
+) -> Iterator[tuple[str, Loadable]]:
     """Report the number of each tensor after it was consumed; only one is in memory, as in the stream."""
     done = 0
     for named in tensors:

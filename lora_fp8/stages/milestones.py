@@ -145,27 +145,24 @@ class Milestones:
     def draw(self, step: int) -> bool:
         """Draw previews. Return False if a stop was requested meanwhile: they are drawn when the run is resumed.
 
-        Several processes draw all of them, as they would have to agree on where to stop. So does step 0, which has no
-        checkpoint to resume from.
+        At step 0 all of them are drawn, as there is no checkpoint to resume from.
         """
-        can_stop = self.session.processes.world == 1 and step > 0
         with self.loaded.optimizer.evaluation():
             prompts = encode_preview_prompts(self.data, self.loaded)
             self.loaded.free_recordings()
             model, section = self.loaded.denoiser, self.data.preview
-            try:
-                with self.session.together(), precision.decoded_compute(model):
-                    drawn = previews.draw(
-                        *(self.session, model, section, prompts, step),
-                        is_stopped=lambda: can_stop and self._is_stop_requested(),
-                    )
-            except previews.StoppedDrawing:
-                return False
+            with self.session.together(), precision.decoded_compute(model):
+                is_stopped = self._is_stop_requested if step > 0 else None
+                try:
+                    drawn = previews.draw(self.session, model, section, prompts, step, is_stopped=is_stopped)
+                except previews.StoppedDrawing:  # in all processes, so it is no error to tell them
+                    return False
         self.data.scores.score(self.session, drawn, prompts.texts, step)
         return True
 
     def _is_stop_requested(self) -> bool:
-        return self.session.stop.requested or self.session.run.take_request("stop")
+        is_main = self.session.processes.is_main  # which alone reads requests, as after a step
+        return self.session.stop.requested or (is_main and self.session.run.take_request("stop"))
 
 
 def is_export_due(job: Job, step: int) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from .. import settings
 from ..adapters.attach import without_attached
 from ..common.writing import atomic_write
+from ..distributed.processes import Processes
 from ..errors import Message, RunFailure
 from ..families.base import ModelFamily
 from ..plan.resolve import get_resolution
@@ -30,6 +31,32 @@ from .session import Session
 
 class StoppedDrawing(Exception):
     """A stop was requested before all previews of a step were drawn; none of them was written."""
+
+
+class _Rounds:
+    """The rounds in which the processes draw, one preview each. They agree before each whether to stop.
+
+    Args:
+        processes: those of the job.
+        is_stopped: see `draw`; the same in all processes if None.
+        count: rounds of the process with the most previews.
+    """
+
+    def __init__(self, processes: Processes, is_stopped: Callable[[], bool] | None, count: int) -> None:
+        self._processes, self._is_stopped = processes, is_stopped
+        self._left, self.are_stopped = count, False
+
+    def begin(self) -> bool:
+        """Begin a round, together with the other processes. Return False if one of them was told to stop."""
+        if self._is_stopped is not None:
+            self.are_stopped = any(self._processes.gather(self._is_stopped()))
+        self._left -= 1
+        return not self.are_stopped
+
+    def follow(self) -> None:
+        """Take part in the decisions of the rounds in which this process draws nothing."""
+        while self._left > 0 and not self.are_stopped:
+            self.begin()
 
 
 def render(family: ModelFamily, pipeline: Any, prompts: PreviewPrompts, side: int) -> list[Image.Image]:
@@ -75,7 +102,7 @@ def draw(
     section: settings.Preview,
     prompts: PreviewPrompts,
     step: int,
-    is_stopped: Callable[[], bool] = lambda: False,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> list[Image.Image]:
     """Draw the previews of this step into the run's samples/.
 
@@ -87,13 +114,14 @@ def draw(
         section: the `[preview]` table in force, which a user may have changed since the run began.
         prompts: its prompts, encoded.
         step: of the adapters.
-        is_stopped: asked before each preview; True ends the drawing.
+        is_stopped: asked before each preview; True, in any process, ends the drawing in all. None in all of them: they
+            draw without waiting for each other.
 
     Returns:
         The images on the main process (of clips, the first frames), none on the others or where one failed.
 
     Raises:
-        StoppedDrawing: `is_stopped` was True.
+        StoppedDrawing: `is_stopped` was True. All processes raise it, at the same preview.
     """
     run = session.run
     paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
@@ -125,12 +153,15 @@ def _draw_into(
     denoiser: nn.Module,
     prompts: PreviewPrompts,
     step: int,
-    is_stopped: Callable[[], bool] = lambda: False,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> bool:
     """Draw each prompt into a file; the processes share them. Return False if one failed, which is a warning."""
     family, processes = session.family, session.processes
     turns = processes.take_turns(range(len(prompts.conds)), lambda number: _describe_passes(prompts.tables[number]))
     numbers = [number for number, is_own in turns if is_own]
+    # Turns in lockstep are as many in each process; otherwise the first process has the most.
+    most = len(turns) if processes.lockstep else -(-len(paths) // processes.world)
+    rounds = _Rounds(processes, is_stopped, most)
     problem, was_training, side = None, denoiser.training, get_resolution(session.job)
     denoiser.eval()  # no dropout
     drawn: list[list[Image.Image]] = []
@@ -140,8 +171,8 @@ def _draw_into(
         with processes.passing(), without_attached(denoiser):
             pipeline = family.make_pipeline(denoiser, tiled=session.tiles_previews) if turns else None
             for number, is_own in turns:
-                if is_stopped():
-                    raise StoppedDrawing
+                if not rounds.begin():
+                    break
                 clips = draw_clips(family, pipeline, prompts, side, [number])
                 if is_own:
                     drawn += clips
@@ -159,6 +190,9 @@ def _draw_into(
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:
         denoiser.train(was_training)
+    rounds.follow()
+    if rounds.are_stopped:
+        raise StoppedDrawing
     if problem is None:
         save(drawn, [paths[number] for number in numbers], family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
