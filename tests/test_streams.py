@@ -91,6 +91,20 @@ def test_work_goes_on_without_a_reader_and_says_later_what_was_lost(monkeypatch:
     text.flush()  # once
 
 
+def test_an_answer_that_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page reads the progress of `dataset look` from its stderr: when it is gone, the command must not go on."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(streams._Output(2, "<stderr>"), write_through=True))
+    real = os.dup(2)
+    os.dup2(writing, 2)
+    try:
+        with pytest.raises(BrokenPipeError):
+            print("progress", file=sys.stderr, flush=True)
+    finally:
+        os.dup2(real, 2)
+
+
 def test_commands_whose_result_is_a_file_go_on() -> None:
     from lora_fp8.cli import base_models, images, jobs, programs, training
 

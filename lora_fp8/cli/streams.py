@@ -1,9 +1,10 @@
 """Standard streams that are closed, or cannot be written: the disk is full, the terminal or the reader is gone.
 
 A command whose result is what it prints fails with that reason. Training and other work goes on, as its results are
-files; where output can be written again, it says that some was lost. Lines on stderr never end a command.
+files; where output can be written again, it says that some was lost. A full disk behind stderr ends no command.
 """
 
+import errno
 import functools
 import io
 import os
@@ -31,7 +32,9 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             is_known, self._has_lost = self._has_lost, True
-            if not (is_known or _works or self._may_be_lost):
+            # Who closes the pipe of the progress, such as the page, waits for no answer any more.
+            may_be_lost = self._may_be_lost and error.errno != errno.EPIPE
+            if not (is_known or _works or may_be_lost):
                 error.filename = self._title
                 raise
             return len(data)
