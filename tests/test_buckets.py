@@ -184,7 +184,7 @@ def test_assign_and_group():
     folders = [settings.Folder(path="a"), settings.Folder(path="b", resolution=32)]
     section = settings.Dataset(folders=folders, resolution=64, bucket_step=8, upscale=False)
     examples = [
-        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=(), folder_index=0)
+        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=(), folder_index=0, mask=None)
         for i, (w, h) in enumerate([(200, 100), (64, 64), (100, 200), (90, 90), (40, 40)])
     ]
     placed = buckets.assign(examples, section, resolution=64, step=8)
@@ -198,7 +198,7 @@ def test_assign_and_group():
     assert [one.uid for one in buckets.group(buckets.assign(examples, section, resolution=64, step=8))[32, 32]] == [
         "0/1.png"
     ]
-    examples.append(SimpleNamespace(width=5, height=50, path="sliver.png", folder_index=0))
+    examples.append(SimpleNamespace(width=5, height=50, path="sliver.png", folder_index=0, mask=None))
     with pytest.raises(UserError, match="sliver.png: the image has 5 x 50"):
         buckets.assign(examples, section, resolution=64, step=8)
 

@@ -24,7 +24,7 @@ ALL = {"random_crop": True, "zoom": 0.6, "rotate": 30.0, "color_jitter": 0.2, "i
 
 
 def placed_at(size: tuple[int, int], sha256: str = "abc", **more: bool) -> Placed:
-    example = SimpleNamespace(image_sha256=sha256, uid=f"0/{sha256}.png", frames=())
+    example = SimpleNamespace(image_sha256=sha256, uid=f"0/{sha256}.png", frames=(), mask=None)
     return Placed(example, buckets.place(size, 128, 8, **more))
 
 

@@ -28,6 +28,7 @@ class FakeExample:
     repeats: int = 1
     frames: tuple[int, ...] = ()
     folder_index: int = 0
+    mask: None = None
 
     @property
     def uid(self):
