@@ -19,8 +19,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 from waiting import wait_until
 
-from lora_fp8 import jobs
-from lora_fp8.data import buckets, captions
+from lora_fp8 import jobs, settings
+from lora_fp8.data import buckets, captions, images
 from webui import app, image_folders
 from webui.context import Place
 from webui.draft import Draft
@@ -128,6 +128,29 @@ def test_the_grid_is_told_captions_crops_and_problems(site: Site) -> None:
     assert "Unreadable file" in kinds["d.png"] and "Duplicate file" in kinds["a.png"] | kinds["e.png"]
     assert rows["d.png"]["thumbnail"] == "" and "crop" not in rows["d.png"]
     assert not kinds["b.png"] & {"No caption"}, "the empty box says so"
+
+
+def test_the_crop_that_is_shown_follows_the_mask_where_training_does(site: Site) -> None:
+    """White at the right edge of a wide image; the training's own scan and placement judge."""
+    mask = np.zeros((60, 200), np.uint8)
+    mask[:, 180:] = 255
+    masks = site.folder / "data" / "masks of it"
+    masks.mkdir()
+    for name in "abc":
+        Image.fromarray(mask if name == "a" else np.full_like(mask, 255)).save(masks / f"{name}.png")
+    (site.set / "b.txt").write_text("a dog", encoding="utf-8")
+    folder = {"path": str(site.set), "mask": str(masks)}
+    dataset = "[dataset]\nresolution = 64\nmax_aspect = 1\nfollow_mask = true\n[[dataset.folders]]\n"
+    dataset += "".join(f"{key} = '{value}'\n" for key, value in folder.items())
+    Draft(site.place.home).write(f'[model]\nfamily = "sd15"\n{dataset}')
+    wait_until(lambda: "crop" in site.ask("list", fresh=True)["rows"][0], lambda: site.ask("state"))
+    shown = {row["name"]: row["crop"]["left"] for row in site.ask("list")["rows"]}
+    section = settings.Dataset(folders=[settings.Folder(**folder)], follow_mask=True, max_aspect=1)
+    placed = buckets.assign(images.scan(section).examples, section, resolution=64, step=64)
+    assert len({one.placement.crop_xy for one in placed}) == 2, "one follows its mask, the others stay in the middle"
+    for one in placed:
+        place = one.placement
+        assert shown[one.example.path.name] == place.crop_xy[0] / place.resized_wh[0]
 
 
 @pytest.mark.parametrize(

@@ -639,6 +639,8 @@ def test_a_verified_file_says_where_it_goes_and_folds_its_checks(ui: Ui, tmp_pat
     bad = run_page.render_file(ui, file, Path(file.name), {"ok": False, "checks": [checks[0] | {"ok": False}]})
     assert "ComfyUI/models/loras" in good and good.index("<details>") < good.index("264 modules")
     assert "<details>" not in bad and "264 modules" in bad, "what failed is not folded away"
+    foreign = run_page.render_file(ui, file, Path(file.name), {"ok": False, "checks": [None, "x", *checks]})
+    assert foreign == run_page.render_file(ui, file, Path(file.name), {"ok": False, "checks": checks})
 
 
 def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path) -> None:

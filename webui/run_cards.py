@@ -270,10 +270,12 @@ def render_table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def render_checks(ui: Ui, checks: Sequence[dict[str, Any]]) -> str:
+def render_checks(ui: Ui, checks: Sequence[Any]) -> str:
     """Render the checks of verify: passed or not, name, and detail."""
     cells = []
     for check in checks:
+        if not isinstance(check, dict):  # verify.json of another program, or damaged
+            continue
         kind = str(check.get("name", ""))
         mark = '<span class="yes">✓</span>' if check.get("ok") else '<span class="wrong">✗</span>'
         if not check.get("judged", True):

@@ -137,7 +137,7 @@ def examine(
     clip_names = [names[i] for i in usable if _is_clip(facts[i], section)]
     repeats = [section.folders[index].repeats for index, *_ in images]
     return Diagnosis(
-        pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
+        pictures=[_describe(names[i], facts[i], cut[names[i]], masks[i]) for i in usable],
         findings=findings.list_by_severity(),
         buckets=placed,
         tags=_count_tags((unify_separators(text, section) for text in texts.values()), section.tag_separator),
@@ -198,8 +198,10 @@ def _count_captions(texts: Collection[str]) -> dict[str, int]:
     }
 
 
-def _describe(name: str, fact: Facts, cut: list[int]) -> dict[str, Any]:
+def _describe(name: str, fact: Facts, cut: list[int], mask: Mask | None) -> dict[str, Any]:
     row: dict[str, Any] = {"file": name, "width": fact.width, "height": fact.height}
+    if mask is not None and mask.white and any(mask.white):
+        row["white"] = list(mask.white)
     if fact.seconds:
         seconds = float(Fraction(fact.seconds))
         rate = fact.frames / seconds if seconds else 0.0  # a single frame may have no duration

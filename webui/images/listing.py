@@ -215,7 +215,8 @@ class FolderView:
         try:
             size, given = (fact["width"], fact["height"]), dict(self.buckets)
             step = given.pop("bucket_step", families.get(self.family).bucket_step)
-            place = buckets.place(size, self.resolution, step, **given)
+            white = fact.get("white") if given.pop("follow_mask", False) else None
+            place = buckets.follow(buckets.place(size, self.resolution, step, **given), white)
         except UserError:  # the doctor reports it
             return row
         (width, height), (left, top), (w, h) = place.resized_wh, place.crop_xy, place.bucket_wh

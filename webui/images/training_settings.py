@@ -112,6 +112,7 @@ class TrainingSettings:
         step, aspect = values["dataset.bucket_step"], values["dataset.max_aspect"]
         given = {"bucket_step": step} if type(step) is int and 8 <= step <= 512 else {}
         given |= {"max_aspect": aspect} if type(aspect) in (int, float) and 1 <= aspect <= 8 and aspect != 2 else {}
+        given |= {"follow_mask": True} if values["dataset.follow_mask"] is True else {}
         return given | {name: False for name in ("buckets", "upscale") if values[f"dataset.{name}"] is False}
 
     def _find_draft_rows(self, folder: Path) -> list[dict[str, Any]]:

@@ -182,6 +182,9 @@ class Box {
   }
 }
 
+// Join sentences. After a Chinese full stop stands no space.
+const joinSentences = (lines) => lines.join(" ").replace(/([。！？]) /g, "$1");
+
 // An image within its own frame, so that the crop lies where training takes it.
 class Picture {
   constructor(workbench) {
@@ -931,7 +934,7 @@ class Uploads {
       if (captions) lines.unshift(say("upload.captions", { count: captions }));
       lines.unshift(say("upload.taken", { count: taken, folder: total.folder.split(/[/\\]/).at(-1) }));
     }
-    this.workbench.note(lines.join(" "));
+    this.workbench.note(joinSentences(lines));
     if (total.refused.length) this.workbench.listRefused(total.refused);
     if (total.folder) this.workbench.filled(total.folder, total.refused.length > 0);
   }
@@ -1137,7 +1140,7 @@ class Workbench {
     ]);
     show(this.empty, !answer.rows.length);
     const some = this.total + this.excluded > 0;
-    this.empty.textContent = [say(some ? "nothing" : "no_images"), answer.problem].join(" ");
+    this.empty.textContent = joinSentences([say(some ? "nothing" : "no_images"), answer.problem]);
     for (const part of [this.tools, this.keys]) show(part, some);
     show(this.picking, this.isDataset && some);
     if (this.isDataset && !some) this.uploads.element.open = true;
@@ -1267,7 +1270,7 @@ class Workbench {
       const done = await this.finished(this.folder, task.number, ({ done: count, total }) => {
         this.note(this.say("working", { done: count, total }));
       });
-      this.note(done.error || done.lines.join(" "), Boolean(done.error));
+      this.note(done.error || joinSentences(done.lines), Boolean(done.error));
     } catch (error) {
       this.note(error.message, true);
     }
