@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_fp8.errors import UserError
-from webui import sanitize
+from webui import context, sanitize
 from webui.context import Place, Ui
 
 
@@ -243,6 +243,17 @@ def test_roots_that_are_no_folder_of_a_person_are_refused(place: Place, given: s
         with pytest.raises(UserError):
             add(given.format(place.given[0], place.home))
     assert place.added == place.models == ()
+
+
+def test_a_folder_in_memory_is_a_persons(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "SYSTEM", (tmp_path,))
+    monkeypatch.setattr(context, "IN_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm/cats").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    assert place.add_root(str(tmp_path / "shm/cats")) in place.roots
+    for refused in ("shm", "other", ""):
+        with pytest.raises(UserError, match="system folder"):
+            place.add_root(str(tmp_path / refused))
 
 
 def test_a_page_for_other_machines_adds_no_roots(place: Place) -> None:

@@ -24,7 +24,9 @@ SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot") + tuple(
     for name in ("SystemRoot", "ProgramFiles", "ProgramFiles(x86)", "ProgramData")
     if name in os.environ
 )
-"""Folders that are never allowed, nor anything in them."""
+"""Folders that are never allowed, nor anything in them, except folders in IN_MEMORY."""
+IN_MEMORY = Path("/dev/shm")
+"""Linux's file system in memory, where people put images that are read often."""
 
 
 class Place:
@@ -143,7 +145,7 @@ class Place:
             )
         path = sanitize.resolve_path(text)
         sanitize.require_folder(path, text)
-        if path == Path(path.anchor) or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
+        if path == Path(path.anchor) or path.name == ".ssh" or _is_system_folder(path):
             raise UserError(
                 Message(
                     "{text}: this is the whole disk or a system folder; name the folder that you work in",
@@ -158,6 +160,10 @@ class Place:
                 )
             )
         return path
+
+
+def _is_system_folder(path: Path) -> bool:
+    return IN_MEMORY not in path.parents and any(path.is_relative_to(folder) for folder in SYSTEM)
 
 
 @dataclass(frozen=True)
