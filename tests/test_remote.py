@@ -181,7 +181,11 @@ PREEMPTIONS = {
 """How Slurm tells a job that its node is needed: as the script asks to be told ahead, and as the node is taken away."""
 
 
-@pytest.mark.parametrize("ways", [["taken away"], ["told ahead", "taken away"]], ids=", then ".join)
+@pytest.mark.parametrize(
+    "ways",
+    [[], ["taken away"], ["told ahead", "taken away"]],
+    ids=lambda ways: ", then ".join(ways) or "undisturbed",
+)
 def test_a_training_in_slurm(
     ways: list[str],
     send: Callable,
@@ -190,7 +194,7 @@ def test_a_training_in_slurm(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Preempted, also twice: it queues itself, goes on, and ends with the bytes of one that was not."""
+    """Not, once or twice preempted: it queues itself, goes on, and ends with the bytes of one in a shell."""
     with servers.slurm_cluster(monkeypatch) as cluster:
         sent = send("slurm", "--gpus-per-node", "0", "--time", "1-0", "--sbatch", 'comment=it\'s "mine" \\ $HOME')
         there, number = Path(sent["folder"]), sent["slurm"]
