@@ -82,7 +82,7 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
     monkeypatch.setenv("LORA_FP8_HOME", str(queue.home))
     for arguments, code, words in (
         (["jobs"], 2, "`lora-fp8 jobs --rescue`"),
-        (["jobs", "--rescue"], 0, "5 jobs are restored: 2 are waiting, 3 have ended"),
+        (["jobs", "--rescue"], 0, "5 jobs are restored: 2 waiting, 3 ended"),
         (["jobs", "--rescue"], 2, "is not damaged, so there is nothing to restore"),
     ):
         monkeypatch.setattr(sys, "argv", ["lora-fp8", *arguments])

@@ -11,7 +11,7 @@ import typer
 from ..common.numbers import format_bytes
 from ..common.progress import CountProgress
 from ..common.shell import quote_path
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, Plural, UserError, UserErrors
 from .events import print_event, print_json_line
 from .help import Program
 from .options import JSON, load_config, print_json, print_lines, without_collection
@@ -254,8 +254,10 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
         print_json(result.to_json())
         return
     print_lines(
-        Message(
+        Plural(
+            "{folder}: {count} file ({size}) fetched, SHA-256 verified; {same} were here already",
             "{folder}: {count} files ({size}) fetched, SHA-256 verified; {same} were here already",
+        )(
             folder=result.folder,
             count=result.files,
             size=format_bytes(result.size),

@@ -18,7 +18,7 @@ from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
 from ..data.examples import ScanReport
 from ..data.image_files import Listing, apply_edits, walk
-from ..errors import Message, UserError, missing_folder, reason
+from ..errors import Message, Plural, UserError, missing_folder, reason
 from ..settings import has_options
 from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card, has_dropout
 
@@ -170,13 +170,17 @@ def _choose_frames(goal: str, family: str, videos: int, card: int) -> Value:
     fitting = (frames for frames in lengths if not card or not fit_card(family, card, frames, dropout).problem)
     frames = next(fitting, usual)
     if frames == usual:
-        why = Message(
-            "{count} videos are trained as clips of this many frames. More frames need more GPU memory.", count=videos
-        )
+        why = Plural(
+            "{count} video is trained as clips of this many frames. More frames need more GPU memory.",
+            "{count} videos are trained as clips of this many frames. More frames need more GPU memory.",
+        )(count=videos)
     else:
-        why = Message(
+        why = Plural(
+            "{count} video is trained as clips of this many frames, because {frames} frames do not fit a GPU of {gb} "
+            "GB.",
             "{count} videos are trained as clips of this many frames, because {frames} frames do not fit a GPU of "
             "{gb} GB.",
+        )(
             count=videos,
             frames=usual,
             gb=card,

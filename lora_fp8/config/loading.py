@@ -29,7 +29,7 @@ from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import find_similar, quote
-from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8
+from ..errors import Message, Plural, UserError, UserErrors, cannot_read, looked_for, not_utf8
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flatten_table, parse_lines
 from . import recipes
@@ -249,6 +249,7 @@ def format_with_comments(job: Job) -> str:
 
 MOST_PRESETS = 20
 """Presets that a config may name; each is read, or compared with all preset names if it does not exist."""
+UNLISTED = Plural("{count} more problem is not listed", "{count} more problems are not listed")
 MOST_PROBLEMS = 200
 """Wrong settings that are listed; a file with more is not a file of settings."""
 DEEPEST = 20
@@ -542,7 +543,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
                 # Nobody reads more, and each is compared with all settings and with all other problems.
                 return None, [
                     *lines.items(),
-                    ((), Message("{number} more problems are not listed", number=len(items) - number - 1)),
+                    ((), UNLISTED(count=len(items) - number - 1)),
                 ]
         wrong = list(lines)
         problems += lines.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import families
-from ..errors import Message
+from ..errors import Message, Plural
 from . import dataset_recipe, recipes
 from .dataset_recipe import Pictures
 from .loading import format_toml_value
@@ -177,8 +177,10 @@ def _describe_files(pictures: Pictures) -> Message:
             captions=captions,
             missing=pictures.uncaptioned,
         )
-    return Message(
+    return Plural(
+        "{count} image ({captions}), {missing} without a caption",
         "{count} images ({captions}), {missing} without a caption",
+    )(
         count=pictures.images,
         captions=captions,
         missing=pictures.uncaptioned,
@@ -193,10 +195,13 @@ def describe_plan(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
     values: dict[str, Any] = {value.key: value for value in list_values(wishes, pictures)}
     yield Message("{steps} steps: {why}", steps=values["train.steps"].value, why=values["train.steps"].why)
     if "validation.pictures" in values:
-        yield Message("{count} images held out for validation", count=values["validation.pictures"].value)
+        held_out = Plural("{count} image held out for validation", "{count} images held out for validation")
+        yield held_out(count=values["validation.pictures"].value)
     elif pictures.files:
-        yield Message(
+        yield Plural(
+            "no validation: {count} image is too few; it needs at least {least}",
             "no validation: {count} images are too few; it needs at least {least}",
+        )(
             count=pictures.files,
             least=dataset_recipe.HELD_OUT_FROM,
         )

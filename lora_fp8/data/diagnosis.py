@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Message, Template
+from ..errors import Message, Plural, Template
 from .caption_variants import shorten
 from .examples import ScanReport
 
@@ -304,10 +304,13 @@ class Diagnosis:
         """Return the report for people."""
         counts = self.counts
         lines: list[str] = [
-            Message(
-                "{pictures} images, {shown} per epoch with repeats; {captions} captions, {different} different, "
+            Plural(
+                "{count} image, {shown} per epoch with repeats; {captions} captions, {different} different, {shortest} "
+                "to {longest} words",
+                "{count} images, {shown} per epoch with repeats; {captions} captions, {different} different, "
                 "{shortest} to {longest} words",
-                pictures=counts["pictures"],
+            )(
+                count=counts["pictures"],
                 shown=counts["shown"],
                 captions=counts["captions"],
                 different=counts["different_captions"],
@@ -317,8 +320,10 @@ class Diagnosis:
         ]
         if counts["clips"]:
             lines.append(
-                Message(
+                Plural(
+                    "{count} of them a video, cut into {pieces} clips",
                     "{count} of them videos, cut into {pieces} clips",
+                )(
                     count=counts["clips"],
                     pieces=counts["pieces"],
                 )
@@ -348,9 +353,7 @@ class Diagnosis:
             Message("buckets at {resolution} in steps of {step}:", resolution=self.resolution, step=self.step),
         ]
         for bucket in self.buckets:
-            template = Template("  {size}: {count} images, crops cut off {mean} on average, at most {most}")
-            if bucket["size"].count("x") > 1:
-                template = Template("  {size}: {count} clips, crops cut off {mean} on average, at most {most}")
+            template = IMAGES_OF_BUCKET if bucket["size"].count("x") == 1 else CLIPS_OF_BUCKET
             line = template(
                 size=bucket["size"],
                 count=bucket["count"],
@@ -404,6 +407,14 @@ def _join_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name}: {count}" for name, count in counts.items())
 
 
+IMAGES_OF_BUCKET = Plural(
+    "  {size}: {count} image, crops cut off {mean} on average, at most {most}",
+    "  {size}: {count} images, crops cut off {mean} on average, at most {most}",
+)
+CLIPS_OF_BUCKET = Plural(
+    "  {size}: {count} clip, crops cut off {mean} on average, at most {most}",
+    "  {size}: {count} clips, crops cut off {mean} on average, at most {most}",
+)
 SHAPES = (("2:1", 2), ("16:9", 16 / 9), ("3:2", 1.5), ("4:3", 4 / 3), ("5:4", 1.25), ("1:1", 1))
 
 

@@ -311,8 +311,10 @@ def describe(report: ScanReport) -> list[str]:
     counts, examples = report.counts, report.examples
     per_epoch = sum(example.repeats for example in examples)
     lines: list[str] = [
-        Message(
+        Plural(
+            "{count} image, {per_epoch} per epoch with repeats",
             "{count} images, {per_epoch} per epoch with repeats",
+        )(
             count=len(examples),
             per_epoch=format_digits(per_epoch),
         )
@@ -323,7 +325,7 @@ def describe(report: ScanReport) -> list[str]:
         smallest, largest = f"{small.width} x {small.height}", f"{large.width} x {large.height}"
         lines.append(Message("sizes from {smallest} to {largest}", smallest=smallest, largest=largest))
         different = len({example.caption for example in examples})
-        lines.append(Message("{count} different captions", count=different))
+        lines.append(Plural("{count} caption for all", "{count} different captions")(count=different))
     for name, template in COUNTED.items():
         if name == "clips" and counts["clips"]:
             lengths = Counter(len(example.frames) for example in examples if example.frames)

@@ -116,8 +116,10 @@ def count_images(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     pictures = every if deep else [p for p in every if p.parent == place]
     if len(pictures) < len(every):
         draft.notes.append(
-            Message(
+            Plural(
+                "{path}: this trainer also uses the {count} image in subfolders, which the other trainer does not",
                 "{path}: this trainer also uses the {count} images in subfolders, which the other trainer does not",
+            )(
                 path=folder.path,
                 count=len(every) - len(pictures),
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ..errors import Joined, Message, Template
+from ..errors import Joined, Message, Plural, Template
 from . import common_values, dataset_settings, model_settings, remarks
 from .import_draft import Draft, Folder
 from .readers import Unfit, keep_value, read_flag, read_number, read_positive, read_string, read_whole
@@ -201,7 +201,8 @@ def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
     """Make a folder a regularization folder, which holds images without the subject."""
     folder.regularization = True
     if folder.captionless:
-        what = Message("{folder}: {count} images need a caption file", folder=folder.path, count=folder.captionless)
+        needed = Plural("{folder}: {count} image needs a caption file", "{folder}: {count} images need a caption file")
+        what = needed(folder=folder.path, count=folder.captionless)
         if words_of_it:
             what = Message("{line}; kohya uses {caption} as their caption", line=what, caption=repr(words_of_it))
         draft.add_todo("dataset.folders", what)

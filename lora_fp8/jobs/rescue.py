@@ -19,7 +19,7 @@ from ..common.json_files import read_json
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text
 from ..common.writing import sync_folder, write_synced
-from ..errors import Message, UserError, cannot_write
+from ..errors import Message, Plural, UserError, cannot_write
 from . import job_endings, run_events
 from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, StoreError, now
 
@@ -49,8 +49,10 @@ class Rescued:
         """Return sentences for people."""
         number = len(self.waiting) + len(self.ended)
         lines: list[str] = [
-            Message(
-                "{count} jobs are restored: {waiting} are waiting, {ended} have ended",
+            Plural(
+                "{count} job is restored: {waiting} waiting, {ended} ended",
+                "{count} jobs are restored: {waiting} waiting, {ended} ended",
+            )(
                 count=number,
                 waiting=len(self.waiting),
                 ended=len(self.ended),
@@ -64,7 +66,8 @@ class Rescued:
                 )
             )
         if self.lost:
-            lines.append(Message("{count} jobs could not be restored:", count=len(self.lost)))
+            lost = Plural("{count} job could not be restored:", "{count} jobs could not be restored:")
+            lines.append(lost(count=len(self.lost)))
             lines += [Message("  {line}", line=line) for line in self.lost]
         lines.append(Message("positions that were changed with `lora-fp8 jobs move` are lost"))
         return [*lines, Message("the damaged file is kept as {path}", path=self.aside)]

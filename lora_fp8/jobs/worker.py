@@ -37,7 +37,7 @@ from ..common.progress import COUNT
 from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..config import read_toml
-from ..errors import Joined, Message, UserError, UserErrors, cannot_read, cannot_write, reason
+from ..errors import Joined, Message, Plural, UserError, UserErrors, cannot_read, cannot_write, reason
 from ..run import Run, ownership, run_log
 from ..settings import Section
 from . import job_endings, job_view, procs, run_events, webhook
@@ -552,10 +552,11 @@ class Worker:
         trainers = [pid for pid in pids if pid != keeper and pid not in launcher]
         self.store.update(row.id, termed=now())
         procs.send(trainers or launcher, signal.SIGTERM)
-        count = len(trainers or launcher)
-        self.report(
-            Message("job {id} ({name}): SIGTERM was sent to {count} processes", id=row.id, name=row.name, count=count)
+        sent = Plural(
+            "job {id} ({name}): SIGTERM was sent to {count} process",
+            "job {id} ({name}): SIGTERM was sent to {count} processes",
         )
+        self.report(sent(id=row.id, name=row.name, count=len(trainers or launcher)))
 
     def _end(self, row: Row, end: job_view.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""

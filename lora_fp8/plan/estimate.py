@@ -15,7 +15,7 @@ from ..data.buckets import Bucket, format_bucket
 from ..data.caption_style import warn_of_sentences
 from ..data.images import list_file_captions
 from ..data.repeats import average_epochs, share_out
-from ..errors import Joined, Message
+from ..errors import Joined, Message, Plural
 from ..run import disk_space
 from ..settings import Job
 from . import disk_budget, training_memory
@@ -117,7 +117,7 @@ class Estimate:
         def format_known(num: int | None) -> str:
             return Message("unknown") if num is None else format_bytes(num)
 
-        pictures = Message("{count} images", count=self.pictures)
+        pictures = Plural("{count} image", "{count} images")(count=self.pictures)
         if self.held_out:
             pictures = Message("{line} and {count} held out", line=pictures, count=self.held_out)
         lines: list[str] = [

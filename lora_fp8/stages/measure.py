@@ -27,7 +27,7 @@ from .. import precision, settings
 from ..common.progress import show_images
 from ..data.loader import Loader
 from ..distributed.processes import Processes
-from ..errors import Joined, Message, RunFailure, UserError
+from ..errors import Joined, Message, Plural, RunFailure, UserError
 from ..families.base import Cond, ModelFamily
 from ..plan import plan as planning
 from ..precision import report as layerwise
@@ -106,7 +106,10 @@ class Report:
         """Return the report as text."""
         lines: list[str] = [
             f"{self.base}: {self.storage}",
-            Message("measured with {count} images at {levels} noise levels", count=self.pictures, levels=len(LEVELS)),
+            Plural(
+                "measured with {count} image at {levels} noise levels",
+                "measured with {count} images at {levels} noise levels",
+            )(count=self.pictures, levels=len(LEVELS)),
         ]
         if self.moved:
             lines.append(

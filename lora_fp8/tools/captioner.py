@@ -41,7 +41,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.json_files import read_json
 from ..data import caption_text, captions, decoding, image_edits
-from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read, first_few, lacks_weights
+from ..errors import Message, Plural, Stopped, UserError, UserErrors, about, cannot_read, first_few, lacks_weights
 from ..families.sources import Reference
 from ..families.sources.description import describe_files
 from ..families.sources.download import Progress, Report, download
@@ -639,5 +639,7 @@ class _Classifier(Captioner):
 def raise_problems(result: Result, folder: Path) -> None:
     """Raise UserErrors if images were left without a caption."""
     if result.problems:
-        where = Message("{folder}: {count} captions written, images without", folder=folder, count=result.written)
-        raise UserErrors(result.problems, where)
+        where = Plural(
+            "{folder}: {count} caption written, images without", "{folder}: {count} captions written, images without"
+        )
+        raise UserErrors(result.problems, where(folder=folder, count=result.written))

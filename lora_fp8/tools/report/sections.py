@@ -339,8 +339,10 @@ def render_dataset(report: Report) -> str:
     smallest, largest = (_format_size(data.get(name)) for name in ("smallest", "largest"))
     captions: object = ""
     if is_finite_number(data.get("captioned")) and is_finite_number(data.get("distinct_captions")):
-        captions = Message(
+        captions = Plural(
+            "{count} image has a caption; {distinct} captions differ",
             "{count} images have a caption; {distinct} captions differ",
+        )(
             count=data["captioned"],
             distinct=data["distinct_captions"],
         )
