@@ -75,6 +75,10 @@ MISTAKES = {
         "没有选项 --config。请直接写值，不写选项：`lora-fp8 train CONFIG`。",
     ),
     "check a.toml --jsn": ("there is no option --jsn, did you mean --json?", "没有选项 --jsn，是不是 --json？"),
+    "jobs show 3 --lang zh": (
+        "--lang is written before the command: `lora-fp8 --lang LANGUAGE jobs show`.",
+        "--lang 要写在命令前面：`lora-fp8 --lang LANGUAGE jobs show`。",
+    ),
     "train a.toml --network_dim 4": ("write --set adapter.rank=VALUE", "请写 --set adapter.rank=值"),
     "train a.toml --train.steps 4": ("write --set train.steps=VALUE", "请写 --set train.steps=值"),
     "train a.toml --max_train_steps 4": ("write --set train.steps=VALUE", "请写 --set train.steps=值"),

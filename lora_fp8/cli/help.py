@@ -250,6 +250,9 @@ def _explain_option(error: Any) -> Message:
             option=name,
             key=keys[0],
         )
+    if name == "--lang":
+        usage = error.ctx.command_path.replace(" ", " --lang LANGUAGE ", 1)
+        return Message("--lang is written before the command: `{usage}`.", usage=usage)
     if near := find_similar(name.lstrip("-"), [option.lstrip("-") for option in options]):
         return Message("there is no option {option}, did you mean {meant}?", option=name, meant=f"--{near}")
     return Message("there is no option {option}.", option=name)

@@ -75,7 +75,10 @@ def ui(
 def mcp(
     root: list[Path] = typer.Option([], metavar="FOLDER", help="Folder that jobs may use. Repeatable."),
 ) -> None:
-    """Start a Model Context Protocol server. It offers submit, list, status, events, stop and export."""
+    """Start a Model Context Protocol server.
+
+    It offers template, check, submit, list, status, events, stop and export.
+    """
     _require_packages("mcp", "mcp", "psutil")
     from webui import mcp as tools
 
