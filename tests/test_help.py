@@ -57,10 +57,13 @@ def test_every_help_keeps_to_its_width_in_both_languages(words: tuple[str, ...])
         assert f"  {option}" in chinese
     assert re.search("[一-鿿]", chinese)
     assert not re.search("[一-鿿]", english)
+    assert not re.search(r"[（“\[]$|^ *[，。；：、）”\]]", chinese, re.MULTILINE), "a line is broken inside brackets"
     assert not re.search(r"(?:default:|required|Options|Arguments|Show this)", chinese), chinese
 
 
 def test_an_option_keeps_its_bounds_and_defaults() -> None:
+    card = next(line for line in shown("en", "recipes").split("--")[1:] if line.startswith("card"))
+    assert " ".join(card.split()).endswith("Default: as on this machine."), "and not a 0 that nobody may give"
     assert "[default: 7860; 0<=x<=65535]" in " ".join(shown("en", "ui").split())
     assert "[默认：7860; 0<=x<=65535]" in " ".join(shown("zh", "ui").split())
     assert re.search(r"--set KEY=VALUE +\S", shown("en", "train"))
