@@ -280,6 +280,13 @@ def test_every_module_says_what_it_is() -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("path", [path for path in PAGES if ".zh-CN" in path.name], ids=lambda path: path.name)
+def test_no_line_of_chinese_ends_within_a_phrase(path: Path) -> None:
+    """A browser shows the end of a line as a space, which Chinese has none of between two characters."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?!#|\|).*[一-鿿]\n *[一-鿿].{0,10}", text, re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
