@@ -3,7 +3,8 @@
 #   docker build -t lora-fp8 .
 #   docker run --gpus all -p 127.0.0.1:7860:7860 -v "$PWD/data:/data" -e LORA_FP8_PASSWORD=... lora-fp8
 #
-# In mainland China: --build-arg PIP_INDEX=https://pypi.tuna.tsinghua.edu.cn/simple --build-arg TORCH=pypi
+# In mainland China: --build-arg PIP_INDEX=https://pypi.tuna.tsinghua.edu.cn/simple --build-arg TORCH=pypi; with compose, the
+# same names are environment variables.
 # `make container` runs these steps in a clean Debian root, without Docker and without a GPU.
 ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
 FROM ${BASE}

@@ -3,7 +3,7 @@
 #   make test                 the checks, and every kind of test; of many cases of one test, some (tests/short.toml)
 #   make test-all             the checks, and the whole test suite
 #   make test ROOM=precision  only the tests of one room (tests/rooms.toml), most of them in seconds
-#   make fuzz                 50,000 broken and hostile files: settings, LoRA files, images, imports (about half an hour)
+#   make fuzz                 70,000 broken and hostile settings, LoRA files, images, imports and remote answers (half an hour)
 #   make torture              every crash point and every power loss of tests/crash, and thousands of kills (two hours)
 #   make container            the steps of the Dockerfile in a clean Debian root (root and debootstrap; ten minutes)
 #   make mutants              planted one-line bugs, each of which a test must notice (a quarter of an hour)

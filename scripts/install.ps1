@@ -30,7 +30,7 @@ function Stop-Install([string]$Sentence) {
 function Invoke-Checked([string]$Program, [string[]]$Arguments) {
     & $Program @Arguments
     if ($LASTEXITCODE -ne 0) {
-        Stop-Install "$Program $($Arguments -join ' ') ended with code $LASTEXITCODE; its message stands above"
+        Stop-Install "$Program $($Arguments -join ' ') ended with code $LASTEXITCODE; see its message above"
     }
 }
 

@@ -36,7 +36,7 @@ while [ $# -gt 0 ]; do
                 --python) python=$2 ;;
             esac
             shift 2 ;;
-        *) fail "$1 is no option; sh scripts/install.sh --help lists them" ;;
+        *) fail "$1 is not an option; sh scripts/install.sh --help lists them" ;;
     esac
 done
 case $mirror in
@@ -88,7 +88,7 @@ elif [ "$(uname -s)" = Darwin ]; then
 else
     echo "== no NVIDIA GPU seen (nvidia-smi is missing or fails): training runs on the CPU, for miniatures only"
     if grep -qi microsoft /proc/version 2>/dev/null; then
-        echo "   In WSL2 the driver is that of Windows: install it there, and none in here"
+        echo "   WSL2 uses the NVIDIA driver of Windows: install it there, and none in WSL2"
     fi
 fi
 

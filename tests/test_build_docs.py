@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -33,9 +34,23 @@ def test_every_page_is_there_in_both_languages(site: Path) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    menu = json.dumps(yaml.safe_load(text)["nav"])
+    menu = json.dumps(yaml.unsafe_load(text)["nav"])  # a tag names the function that makes anchors
     for path in (ROOT / "docs").glob("*.md"):
         assert f'"{path.name.split(".")[0]}.md"' in menu, path.name
+
+
+def test_a_link_to_a_heading_leads_to_it(site: Path) -> None:
+    """In both languages: mkdocs compares no anchors of pages that the plugin for languages makes."""
+    for folder in (site, site / "zh"):
+        texts = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.html")}
+        links = {
+            (name or own, unquote(anchor))
+            for own, text in texts.items()
+            for name, anchor in re.findall(r'href="([\w.-]+\.html)?#([^"]+)"', text)
+        }
+        assert len(links) > 200
+        for name, anchor in links:
+            assert f'id="{anchor}"' in texts[name], f"{folder.name}/{name}#{anchor}"
 
 
 def test_the_search_index_has_the_words_of_both_languages(site: Path) -> None:

@@ -36,6 +36,7 @@ from lora_fp8.common import stamps
 from lora_fp8.config import find_unused_settings
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.families import _checks, _files, base
+from lora_fp8.families._facts import Facts
 from lora_fp8.objectives import FlowMatching
 from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
@@ -646,6 +647,13 @@ def test_more_than_two_overrides_have_a_reason_in_the_guide(Family):
     }
     listed = sorted(re.findall(r"\w+", rows.get(Family.name, "")))
     assert listed == (sorted(methods) if len(methods) > 2 else [])
+
+
+def test_every_fact_is_in_the_guide():
+    guide = Path(families.__file__).with_name("README.md").read_text(encoding="utf-8")
+    for name in (name for name, kind in Facts.__annotations__.items() if "ClassVar" in str(kind)):
+        needed = not hasattr(Facts, name) and name != "distilled_advice"  # only families with a distilled relative
+        assert f"• `{name}`" in guide if needed else f" `{name}`" in guide.replace("• `", "!`"), name
 
 
 def test_traits_are_those_of_the_family(Family):

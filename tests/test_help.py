@@ -57,10 +57,13 @@ def test_every_help_keeps_to_its_width_in_both_languages(words: tuple[str, ...])
         assert f"  {option}" in chinese
     assert re.search("[一-鿿]", chinese)
     assert not re.search("[一-鿿]", english)
+    assert not re.search(r"[（“\[]$|^ *[，。；：、）”\]]", chinese, re.MULTILINE), "a line is broken inside brackets"
     assert not re.search(r"(?:default:|required|Options|Arguments|Show this)", chinese), chinese
 
 
 def test_an_option_keeps_its_bounds_and_defaults() -> None:
+    card = next(line for line in shown("en", "recipes").split("--")[1:] if line.startswith("card"))
+    assert " ".join(card.split()).endswith("Default: as on this machine."), "and not a 0 that nobody may give"
     assert "[default: 7860; 0<=x<=65535]" in " ".join(shown("en", "ui").split())
     assert "[默认：7860; 0<=x<=65535]" in " ".join(shown("zh", "ui").split())
     assert re.search(r"--set KEY=VALUE +\S", shown("en", "train"))
@@ -75,6 +78,10 @@ MISTAKES = {
         "没有选项 --config。请直接写值，不写选项：`lora-fp8 train CONFIG`。",
     ),
     "check a.toml --jsn": ("there is no option --jsn, did you mean --json?", "没有选项 --jsn，是不是 --json？"),
+    "jobs show 3 --lang zh": (
+        "--lang is written before the command: `lora-fp8 --lang LANGUAGE jobs show`.",
+        "--lang 要写在命令前面：`lora-fp8 --lang LANGUAGE jobs show`。",
+    ),
     "train a.toml --network_dim 4": ("write --set adapter.rank=VALUE", "请写 --set adapter.rank=值"),
     "train a.toml --train.steps 4": ("write --set train.steps=VALUE", "请写 --set train.steps=值"),
     "train a.toml --max_train_steps 4": ("write --set train.steps=VALUE", "请写 --set train.steps=值"),

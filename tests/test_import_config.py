@@ -5,6 +5,7 @@ tools' documents, computed in the test; `config.loads`.
 """
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -2110,6 +2111,15 @@ def test_what_only_looks_like_a_token_is_shown(tmp_path: Path) -> None:
     text = f"keep_tokens = 3\nshuffle_caption = true\nmax_token_length = 225\noutput_dir = '{folder}'\n"
     made = kohya(tmp_path, text)
     assert readers.HIDDEN not in everything_said(made) and settings(made)["output_dir"] == folder
+
+
+def test_a_default_of_two_keys_is_listed_once(tmp_path: Path) -> None:
+    """Kohya's smallest and largest side of a bucket become one setting."""
+    made = kohya(tmp_path, 'resolution = "1024,1024"\nenable_bucket = true\n')
+    lines = importing.report(made)
+    (title,) = (number for number, line in enumerate(lines) if line.startswith("defaults of sd-scripts"))
+    listed = [line.strip() for line in itertools.takewhile(lambda line: line.startswith("  "), lines[title + 1 :])]
+    assert listed.count("dataset.max_aspect = 4") == 1 and lines[title].endswith(f"({len(listed)})")
 
 
 # --------------------------------------------------------------------------------------------------------- the command

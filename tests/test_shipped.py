@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import typer.main
+import yaml
 from packaging.specifiers import SpecifierSet
 
 from lora_fp8 import cli, config, families, settings
 from lora_fp8.config import find_unused_settings, recipes
 from lora_fp8.errors import RunFailure, Stopped
+from lora_fp8.families.sources import hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -214,6 +216,28 @@ def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
         assert all(f"`{name}`" in text for name in config.list_preset_names()), "the page names every preset"
 
 
+@pytest.mark.parametrize(
+    "path", [ROOT / "docs/training.md", ROOT / "docs/training.zh-CN.md"], ids=lambda path: path.name
+)
+def test_the_table_of_layouts_is_what_auto_writes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ((?:kohya|diffusers|comfy)[^|]*) \|$", text, re.MULTILINE)
+    told = {name: set(re.split(" and | 和 ", to)) for cell, to in rows for name in re.findall(r"`(\w+)`", cell)}
+    (others,) = [{to} for cell, to in rows if "`" not in cell]
+    for family in families.list_families():
+        assert told.get(family, others) == set(families.get(family).choose_layouts()), family
+
+
+def test_compose_passes_on_what_the_container_reads() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["lora-fp8"]
+    script, dockerfile = ((ROOT / name).read_text(encoding="utf-8") for name in ("scripts/container.sh", "Dockerfile"))
+    tokens = {"HF_TOKEN", hosts.ModelScope.variable, hosts.Civitai.variable}
+    read = set(re.findall(r"\$\{(LORA_FP8_\w+)", script)) - {"LORA_FP8_STOP_SECONDS"}
+    assert read | tokens | {"LORA_FP8_PASSWORD", "HF_ENDPOINT"} == set(service["environment"])
+    assert set(service["build"]["args"]) == set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)) - {"BASE"}
+    assert all(".env" in (ROOT / name).read_text(encoding="utf-8") for name in (".gitignore", ".dockerignore"))
+
+
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
 def test_the_map_has_every_room(path: Path) -> None:
     """The map has each folder and file at the first level of lora_fp8/, and names nothing that is not there."""
@@ -254,6 +278,13 @@ def test_every_module_says_what_it_is() -> None:
     modules = [*(ROOT / "lora_fp8").rglob("*.py"), *(ROOT / "webui").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
     silent = [path.relative_to(ROOT) for path in modules if not ast.get_docstring(ast.parse(path.read_bytes()))]
     assert silent == []
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if ".zh-CN" in path.name], ids=lambda path: path.name)
+def test_no_line_of_chinese_ends_within_a_phrase(path: Path) -> None:
+    """A browser shows the end of a line as a space, which Chinese has none of between two characters."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?!#|\|).*[一-鿿]\n *[一-鿿].{0,10}", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)

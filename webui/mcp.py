@@ -20,7 +20,7 @@ from .context import Place
 from .server import DEMO
 
 ABOUT = """Trains LoRAs for diffusion models on a base that is frozen in FP8, one job after another for each GPU.
-Begin with `template`, fill in name, base model and picture folders, `check` it, `submit`. `events` tells losses."""
+Begin with `template`, fill in name, base model and image folders, `check` and `submit` it. `events` has the losses."""
 
 
 def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:

@@ -61,7 +61,7 @@ def _read_options(
         "",
         callback=_choose_language,
         is_eager=True,
-        help="Language of messages: en or zh. Default: from the environment variable LANG.",
+        help="Language of messages: en or zh. Default: from the environment variable LORA_FP8_LANG or LANG.",
     ),
 ) -> None:
     pass

@@ -60,6 +60,8 @@ FIXED = {
 
 TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range)?\]?>")
 """Matches how typer writes a type behind an option."""
+OPENING, CLOSING = "（“[", "，。；：、）”]"
+"""Characters after which, and in front of which, a line is not broken."""
 KINDS = {"str": "TEXT", "int": "N", "float": "NUMBER"}
 """What stands behind an option of a type."""
 
@@ -158,6 +160,8 @@ def _describe(parameter: Any, text: str) -> str:
     """Translate an option's help; what typer appends to it (its default, that it is required) follows."""
     given = parameter.help or ""
     rest = text.removeprefix(given).strip() if given and text.startswith(given) else ""
+    if "Default: " in given and rest.startswith("[default: "):  # the text says what the value stands for
+        rest = ""
     for english, message in FIXED.items():
         rest = rest.replace(english, translate(get_language(), message))
     known = {english: translate(get_language(), message) for english, message in FIXED.items()}
@@ -181,7 +185,8 @@ def _wrap(text: str, width: int) -> list[str]:
             if (
                 part
                 and (_count_columns(character) == 2 or _count_columns(part[-1]) == 2)
-                and character not in "，。；：、）"
+                and character not in CLOSING
+                and part[-1] not in OPENING
             ):
                 words.append(part)
                 part = ""
@@ -250,6 +255,9 @@ def _explain_option(error: Any) -> Message:
             option=name,
             key=keys[0],
         )
+    if name == "--lang":
+        usage = error.ctx.command_path.replace(" ", " --lang LANGUAGE ", 1)
+        return Message("--lang is written before the command: `{usage}`.", usage=usage)
     if near := find_similar(name.lstrip("-"), [option.lstrip("-") for option in options]):
         return Message("there is no option {option}, did you mean {meant}?", option=name, meant=f"--{near}")
     return Message("there is no option {option}.", option=name)

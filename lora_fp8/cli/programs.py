@@ -65,7 +65,7 @@ def ui(
     name: list[str] = typer.Option([], help="Host name of this machine behind a proxy. Repeatable."),
     open_browser: bool = typer.Option(False, "--open", help="Open the page in the browser."),
 ) -> None:
-    """Start the web page. It shows new trainings, datasets, the queue and running jobs."""
+    """Start the web page. You start trainings in it, and see datasets, the queue and running jobs."""
     _require_packages("ui", "gradio", "psutil")
     from webui import server
 
@@ -75,7 +75,10 @@ def ui(
 def mcp(
     root: list[Path] = typer.Option([], metavar="FOLDER", help="Folder that jobs may use. Repeatable."),
 ) -> None:
-    """Start a Model Context Protocol server. It offers submit, list, status, events, stop and export."""
+    """Start a Model Context Protocol server.
+
+    It offers template, check, submit, list, status, events, stop and export.
+    """
     _require_packages("mcp", "mcp", "psutil")
     from webui import mcp as tools
 

@@ -221,7 +221,10 @@ def train(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
 
 
 def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON) -> None:
-    """Resume a run from its newest checkpoint. The result has the same bytes as without the stop."""
+    """Resume a run from its newest checkpoint.
+
+    The result has the same bytes as without the stop; on a GPU only with train.deterministic.
+    """
     from ..config import Override
 
     run = open_run(folder)

@@ -175,7 +175,8 @@ def report(made: Import, verbose: bool = False) -> list[str]:
         return [*lines, describe_verdict(made)]
     if made.mapped:
         lines.append(Message("converted ({count}); --verbose lists them", count=len(made.mapped)))
-    lines += _list_texts(defaults, [entry.to or entry.key for entry in made.defaults])
+    # Two keys may become one setting.
+    lines += _list_texts(defaults, list(dict.fromkeys(entry.to or entry.key for entry in made.defaults)))
     if off:
         lines.append(
             Message(

@@ -284,7 +284,7 @@ class Quantize(Section):
     )
     kernels: Literal["torch", "triton"] = setting(
         "torch",
-        "Kernels around the FP8 matmul. triton: this program's own (not measured on a GPU yet). compute = 'auto' "
+        "Kernels around the FP8 matmul. triton: this program's own (not faster where measured). compute = 'auto' "
         "tries both.",
         when=FP8_LAYERS,
     )
