@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine (Debian or Ubuntu, Python 3.11+, no GPU, no model hub):
+# Two commands do everything on a fresh machine (Debian or Ubuntu, Python 3.11 to 3.14, no GPU, no model hub):
 #   make demo                 train a LoRA on the bundled miniature base and look at it   (FAMILY=flux for the other one)
 #   make test                 the checks, and every kind of test; of many cases of one test, some (tests/short.toml)
 #   make test-all             the checks, and the whole test suite
@@ -66,7 +66,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; choose one with make PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "Python 3.11 to 3.14 is needed; choose one with make PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "python3-venv is missing; on Debian and Ubuntu: sudo apt-get install python3-venv"; exit 2; }
 	@echo "== making .venv and installing lora_fp8 with its dependencies (a few minutes; torch is large)"
 	$(PYTHON) -m venv .venv

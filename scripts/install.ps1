@@ -8,7 +8,7 @@
 #   -Extras LIST    optional parts (default: ui,video,heic,tagger)
 #   -Torch BACKEND  auto (default), cpu, cu126, cu128, cu130, ...; PyPI's own build for Windows has no CUDA
 #   -Mirror cn      mirrors in mainland China for Python packages and for Hugging Face
-#   -Python PYTHON  the Python to use (default: the newest from 3.11 on)
+#   -Python PYTHON  the Python to use (default: 3.13, 3.12, 3.11 or 3.14)
 [CmdletBinding()]
 param(
     [string]$Dir = "",
@@ -39,7 +39,7 @@ function Test-Python([string[]]$Command) {
     $rest = @()
     if ($Command.Count -gt 1) { $rest = @($Command[1..($Command.Count - 1)]) }
     try {
-        & $Command[0] @rest -c "import sys; sys.exit(sys.version_info < (3, 11) or sys.maxsize < 2**32)" 2>$null | Out-Null
+        & $Command[0] @rest -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) or sys.maxsize < 2**32)" 2>$null | Out-Null
         return $LASTEXITCODE -eq 0
     }
     catch {
@@ -53,7 +53,7 @@ if ($Package -eq "") { $Package = $here }
 
 # --- Python
 
-$candidates = @(@("py", "-3.13"), @("py", "-3.12"), @("py", "-3.11"), @("python"), @("python3"))
+$candidates = @(@("py", "-3.13"), @("py", "-3.12"), @("py", "-3.11"), @("py", "-3.14"), @("python"), @("python3"))
 if ($Python -ne "") { $candidates = @(, @($Python)) }
 $found = $null
 foreach ($candidate in $candidates) {
@@ -63,7 +63,7 @@ foreach ($candidate in $candidates) {
     }
 }
 if ($null -eq $found) {
-    Stop-Install "64-bit Python 3.11 or newer is needed: winget install Python.Python.3.12, then open a new window"
+    Stop-Install "64-bit Python 3.11 to 3.14 is needed: winget install Python.Python.3.12, then open a new window"
 }
 
 # --- mirrors

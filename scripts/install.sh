@@ -11,7 +11,7 @@
 #   --extras LIST    optional parts (default: ui,video,heic,tagger)
 #   --torch BACKEND  auto (default), cpu, cu126, cu128, cu130, ...; pypi takes what the package index has
 #   --mirror cn      mirrors for Python packages and for Hugging Face
-#   --python PYTHON  the Python to use (default: the newest from 3.11 on)
+#   --python PYTHON  the Python to use (default: 3.13, 3.12, 3.11 or 3.14)
 set -eu
 
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -50,21 +50,22 @@ esac
 
 # --- Python
 
-recent() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+# PyTorch 2.13 of constraints.txt has no build for Python 3.15.
+suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null
 }
 
 if [ -n "$python" ]; then
-    recent "$python" || fail "$python is missing or older than Python 3.11"
+    suitable "$python" || fail "$python is missing, or not Python 3.11 to 3.14"
 else
-    for name in python3.13 python3.12 python3.11 python3; do
-        if recent "$name"; then
+    for name in python3.13 python3.12 python3.11 python3.14 python3; do
+        if suitable "$name"; then
             python=$name
             break
         fi
     done
 fi
-[ -n "$python" ] || fail "Python 3.11 or newer is needed: sudo apt-get install python3 python3-venv (Debian 12, Ubuntu 24.04), brew install python (macOS), or name one with --python"
+[ -n "$python" ] || fail "Python 3.11 to 3.14 is needed: sudo apt-get install python3 python3-venv (Debian 12, Ubuntu 24.04), brew install python@3.13 (macOS), or name one with --python"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "the venv module of $python is missing: sudo apt-get install python3-venv"
 

@@ -5,6 +5,7 @@ makes a few calls behave as they do there. Libraries keep what they have, and pa
 those of Linux: that it runs on a Windows machine is not shown here.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -269,6 +271,25 @@ def test_a_lock_names_its_holder_and_readers_do_not_disturb_each_other(
         with open(path, "rb") as other:
             assert locks.try_lock(other, shared=True)
     assert path.read_text(encoding="utf-8") == f"process {holder.pid}", "the lock changed the file"
+
+
+@pytest.mark.parametrize(
+    ("number", "environment", "language"),
+    [(0x0804, {}, "zh-CN"), (0x0407, {}, "en"), (0x0804, {"LANG": "en_US.UTF-8"}, "en"), (0x0409, {}, "en")],
+)
+def test_commands_speak_the_language_of_windows(
+    number: int, environment: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers as Microsoft lists them: 0x0804 is Chinese (China), 0x0407 German, 0x0409 English (United States)."""
+    for name in (messages.LANGUAGE, "LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert messages.get_language() == "en"
+    dll = SimpleNamespace(kernel32=SimpleNamespace(GetUserDefaultUILanguage=lambda: number))
+    monkeypatch.setattr(ctypes, "windll", dll, raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert messages.get_language() == language
 
 
 def test_a_rename_waits_for_readers_and_then_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

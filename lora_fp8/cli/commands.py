@@ -61,7 +61,8 @@ def _read_options(
         "",
         callback=_choose_language,
         is_eager=True,
-        help="Language of messages: en or zh. Default: from the environment variable LORA_FP8_LANG or LANG.",
+        help="Language of messages: en or zh. Default: from the environment variable LORA_FP8_LANG or LANG, or the "
+        "language of Windows.",
     ),
 ) -> None:
     pass

@@ -72,9 +72,10 @@ def _find_language(wanted: str) -> str:
 
 
 def get_language() -> str:
-    """Return the language of what commands print: that of --lang, else of the environment."""
+    """Return the language of what commands print: that of --lang, else of the environment, else of Windows."""
     names = (LANGUAGE, "LC_ALL", "LC_MESSAGES", "LANG")
-    return choose_language(next((value for name in names if (value := os.environ.get(name))), ""))
+    stated = next((value for name in names if (value := os.environ.get(name))), "")
+    return choose_language(stated or system.find_ui_language())
 
 
 def translate(language: str, text: str) -> str:

@@ -45,6 +45,16 @@ def make_detach_options() -> dict[str, Any]:
     return {"creationflags": sum(getattr(subprocess, name, 0) for name in names)}
 
 
+def find_ui_language() -> str:
+    """Return the language of Windows' own windows, such as "zh_CN"; "" elsewhere, where the environment says it."""
+    if sys.platform != "win32":
+        return ""
+    import ctypes
+    import locale
+
+    return locale.windows_locale.get(ctypes.windll.kernel32.GetUserDefaultUILanguage(), "")
+
+
 def find_cache_folder() -> Path:
     """Return the folder for what the program remembers between runs; it may not exist yet."""
     default = os.environ.get("LOCALAPPDATA") or "~/.cache"
