@@ -37,7 +37,11 @@ def epilogue(dtype: str, rank: int) -> tuple[Any, dict[str, str], dict[str, Any]
     signature = own | dict.fromkeys(("a_scale_ptr", "w_scale_ptr"), "*fp32")
     signature |= dict.fromkeys(("M", "N", "R", "b_stride_n"), "i32") | {"scaling": "fp32"}
     constants = {"w_stride": 1, "b_stride_r": 1, "SCALED": True, "BIASED": True, "ADAPTED": rank > 0, "WIDE": False}
-    constants |= {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_R": min(64, max(16, triton.next_power_of_2(rank)))}
+    constants |= {
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "BLOCK_R": min(kernels._LARGEST_RANK_BLOCK, max(16, triton.next_power_of_2(rank))),
+    }
     return kernels._epilogue, signature, constants, 8
 
 

@@ -2,6 +2,7 @@
 
 Triton compiles for any architecture without a card, and its package brings `cuobjdump`, which reads what a compiled
 kernel takes. Spilled registers go through memory at every use, which is why none may spill.
+The table holds for Triton 3.7.1, which PyTorch 2.13 with CUDA asks for, and for 3.9.0.
 In a process of its own: other tests set TRITON_INTERPRET, after which nothing can be compiled.
 """
 
@@ -24,7 +25,7 @@ MOST = {
     "quantize 55296 folded": (128, 64),
     "transpose": (48, 16384),
     "epilogue bf16, rank 16": (128, 18448),
-    "epilogue bf16, rank 64": (168, 73744),
+    "epilogue bf16, rank 64": (152, 36880),
     "epilogue bf16, no LoRA": (64, 0),
     "epilogue fp32, rank 16": (216, 24576),
 }

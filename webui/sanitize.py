@@ -4,6 +4,7 @@ Every path that is typed or sent in an address goes through `resolve_inside`. Ev
 written and that becomes HTML goes through `escape`, which is in `lora_fp8.common.markup`.
 """
 
+import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from lora_fp8.common.markup import is_unseen, strip_unseen
 from lora_fp8.errors import Message, Template, UserError
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
+CANNOT_RESOLVE = 1921
+"""Windows' ERROR_CANT_RESOLVE_FILENAME."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z", re.IGNORECASE)  # names that Windows cannot hold
 
 
@@ -71,10 +74,23 @@ def resolve_path(text: str) -> Path:
         )
     if ".." in re.split(r"[/\\]" if system.WINDOWS else "/", whole):
         raise UserError(Message("{text}: write the path without ..", text=shorten(text)))
+    nowhere = UserError(Message("{text}: the path does not lead to a file or folder", text=shorten(text)))
     try:
-        return Path(whole).resolve()
-    except (OSError, RuntimeError):  # a loop of links
-        raise UserError(Message("{text}: the path does not lead to a file or folder", text=shorten(text))) from None
+        path = Path(whole).resolve()
+    except (OSError, RuntimeError):  # a loop of links, before Python 3.13
+        raise nowhere from None
+    if _leads_in_a_circle(path):
+        raise nowhere
+    return path
+
+
+def _leads_in_a_circle(path: Path) -> bool:
+    """Return True for a resolved path with links that lead to each other: since Python 3.13 `resolve` keeps them."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP or getattr(error, "winerror", 0) == CANNOT_RESOLVE
+    return False
 
 
 def require_choice(value: Any, accepted: tuple[str, ...]) -> str:

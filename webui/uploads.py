@@ -101,7 +101,7 @@ def _lies_in_uploads(path: str) -> bool:
     wanted = folder / Path(path).parent.name / Path(path).name
     try:
         return Path(path).resolve(strict=True) == wanted and stat.S_ISREG(os.lstat(wanted).st_mode)
-    except (OSError, RuntimeError, ValueError):  # deleted; a loop of links; a NUL
+    except (OSError, RuntimeError, ValueError):  # deleted; a loop of links (RuntimeError before Python 3.13); a NUL
         return False
 
 

@@ -36,6 +36,7 @@ _TILE = 128  # bytes a side: whole cache lines in both directions
 _WIDEST = (
     16384  # values of a row that a program's registers hold, 32 a thread; 64 spill (tests/test_kernels_compiled.py)
 )
+_LARGEST_RANK_BLOCK = 32  # ranks that are multiplied at once; 64 spill on sm_89 with Triton 3.7.1
 
 
 # -- rows to e4m3 ------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def _run_epilogue(
             WIDE=_INTERPRETED,  # the interpreter multiplies bf16 as if its bits were integers
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            BLOCK_R=min(64, max(16, triton.next_power_of_2(rank))),
+            BLOCK_R=min(_LARGEST_RANK_BLOCK, max(16, triton.next_power_of_2(rank))),
             num_warps=8,
         )
     return y_MN
