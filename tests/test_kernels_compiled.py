@@ -2,7 +2,7 @@
 
 Triton compiles for any architecture without a card, and its package brings `cuobjdump`, which reads what a compiled
 kernel takes. Spilled registers go through memory at every use, which is why none may spill.
-The table holds for Triton 3.7.1, which PyTorch 2.13 with CUDA asks for, and for 3.9.0.
+The table holds for Triton 3.7.1 and 3.8.0, which PyTorch 2.13 and 2.14 with CUDA ask for, and for 3.9.0.
 In a process of its own: other tests set TRITON_INTERPRET, after which nothing can be compiled.
 """
 
@@ -19,8 +19,8 @@ NVIDIA = (89, 90, 100, 120)
 MOST = {
     # kernel: registers a thread, bytes of shared memory, at most, on any of NVIDIA
     "quantize 3072": (48, 64),
-    "quantize 15360": (64, 64),
-    "quantize 15360 folded": (64, 64),
+    "quantize 15360": (88, 64),
+    "quantize 15360 folded": (88, 64),
     "quantize 55296": (104, 64),
     "quantize 55296 folded": (128, 64),
     "transpose": (48, 16384),
