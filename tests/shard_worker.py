@@ -6,8 +6,8 @@ CASES is JSON, a list of cases: {"family", "path" of its miniature, "dtype", "qu
 Leaves FOLDER/RANK.json: how far the model that is shared is from the same model that this process holds alone, for two
 forward and backward passes and one without gradient; and the bytes of its real tensors.
 
-A case without "adapter" is only loaded: which tensors differ, all rows of them gathered, and how many bytes of weights
-a process read for each of the two models.
+A case without "adapter" is only loaded: which tensors differ, all rows of them gathered, and which shares of the bytes
+a process reads and holds for the model that is shared.
 """
 
 import gc
@@ -104,19 +104,23 @@ class Counting:
         return tensor
 
 
-def load(family: Any, case: dict, sharing: Processes | None) -> tuple[Answers, int]:
-    """Every tensor of a base, by name, whole; and how many bytes were read for it."""
+def load(family: Any, case: dict, sharing: Processes | None) -> tuple[Answers, int, int]:
+    """Every tensor of a base, by name, whole; how many bytes were read for it; and how many this process holds."""
     Counting.read = 0
     denoiser, *_ = load_base(family, Quantize(**case["quantize"]), sharing=sharing)
     named = [*denoiser.named_parameters(), *denoiser.named_buffers()]
-    return {name: precision.gather_whole(tensor.detach()) for name, tensor in named}, Counting.read
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for _, tensor in named]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
+    whole = {name: precision.gather_whole(tensor.detach()) for name, tensor in named}
+    return whole, Counting.read, sum(storages.values())
 
 
 def compare_loads(family: Any, case: dict, processes: Processes) -> dict[str, Any]:
-    (alone, read_alone), (shared, read) = load(family, case, None), load(family, case, processes)
+    alone, read_alone, held_alone = load(family, case, None)
+    shared, read, held = load(family, case, processes)
     assert alone.keys() == shared.keys()
     differing = [name for name in alone if not torch.equal(alone[name], shared[name])]
-    return {"differing": differing, "read": read, "read_alone": read_alone}
+    return {"differing": differing, "read": read / read_alone, "held": held / held_alone}
 
 
 def main(folder: Path, cases: list[dict]) -> None:
